@@ -1,0 +1,41 @@
+"""jaxserve: LLM inference in pure JAX. `import jaxserve` is light: each name is loaded when it is first used."""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jaxserve.build import build_engine, load_model
+    from jaxserve.config import EngineConfig
+    from jaxserve.engine import Engine
+    from jaxserve.llm import LLM
+    from jaxserve.request import Request, RequestOutput, SamplingParams
+
+__version__ = "0.1.0"
+
+_HOME_OF = {
+    "LLM": "jaxserve.llm",
+    "Engine": "jaxserve.engine",
+    "EngineConfig": "jaxserve.config",
+    "Request": "jaxserve.request",
+    "RequestOutput": "jaxserve.request",
+    "SamplingParams": "jaxserve.request",
+    "build_engine": "jaxserve.build",
+    "load_model": "jaxserve.build",
+}
+__all__ = [
+    "LLM",
+    "Engine",
+    "EngineConfig",
+    "Request",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+    "build_engine",
+    "load_model",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'jaxserve' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME_OF[name]), name)

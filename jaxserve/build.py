@@ -1,0 +1,240 @@
+"""The one place that makes parts: checkpoint -> params on the device -> executor, scheduler, engine.
+
+Called by `LLM` and by those who embed the engine with params of their own: make a `LoadedModel`, pass it to
+`build_engine`.
+"""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.config import EngineConfig
+from jaxserve.device.executor import DeviceExecutor, StepShapes, largest_step_bytes
+from jaxserve.device.memory import free_bytes
+from jaxserve.engine import Engine
+from jaxserve.errors import ConfigError
+from jaxserve.model.registry import Params, build_model
+from jaxserve.model_config import ModelConfig
+from jaxserve.plan.capacity import PoolSize, pool_page_bytes, size_pool
+from jaxserve.schedule.buckets import Buckets
+from jaxserve.schedule.build import build_scheduler
+from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.weights.loader import load_params, open_checkpoint, resolve_model
+from pallas_kernels import dispatch
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """A model ready to be served.
+
+    Args:
+        config: shapes and constants.
+        params: nested dict of arrays as `model.llama` describes it; numpy, or already on the device.
+        tokenizer: None serves token ids only.
+        eos_token_ids: the end set: generation_config, config and tokenizer together.
+        load_s: seconds it took to load.
+    """
+
+    config: ModelConfig
+    params: Params
+    tokenizer: Tokenizer | None = None
+    eos_token_ids: Iterable[int] = ()
+    load_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartupTimes:
+    """Where the start went, in seconds: reading weights, compiling, running every program once."""
+
+    load_s: float
+    compile_s: float
+    warm_s: float
+
+
+def resolve_dtype(name: str) -> jnp.dtype:
+    """The dtype of weights and pages; "auto" is float32 on CPU, where it is the fast one, bfloat16 elsewhere."""
+    if name == "auto":
+        name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return jnp.dtype(name)
+
+
+def load_model(model: str, config: EngineConfig) -> LoadedModel:
+    """Reads a checkpoint: a directory, a GGUF file, or a fetched name.
+
+    Raises:
+        CheckpointError: not found, damaged, or a model that is not served.
+    """
+    begin = time.monotonic()
+    checkpoint = open_checkpoint(resolve_model(model))
+    tokenizer = None
+    if checkpoint.tokenizer_json is not None:
+        tokenizer = Tokenizer(
+            checkpoint.tokenizer_json, checkpoint.tokenizer_config, checkpoint.chat_template
+        )
+    params, model_config = load_params(checkpoint, resolve_dtype(config.dtype))
+    eos_token_ids = set(model_config.eos_token_ids)
+    if tokenizer is not None:
+        eos_token_ids |= set(tokenizer.eos_token_ids)
+    return LoadedModel(
+        config=model_config,
+        params=params,
+        tokenizer=tokenizer,
+        eos_token_ids=sorted(eos_token_ids),
+        load_s=time.monotonic() - begin,
+    )
+
+
+def build_engine(config: EngineConfig, loaded: LoadedModel) -> tuple[Engine, StartupTimes]:
+    """Puts the params on the device, compiles every program, makes the pages.
+
+    Args:
+        config: settings; "auto" values are resolved here and what was chosen is logged once.
+        loaded: the model and its params.
+
+    Returns:
+        (an engine with nothing left to compile, where the time went).
+
+    Raises:
+        ConfigError: a setting that this model, backend or machine cannot serve.
+    """
+    if config.compilation_cache_dir is not None:
+        _use_compilation_cache(config.compilation_cache_dir)
+    begin = time.monotonic()
+    dtype = resolve_dtype(config.dtype)
+    backend, page_size = _resolve_attention(config)
+    max_model_len = _resolve_max_model_len(config, loaded.config)
+    model = build_model(loaded.config, dtype, backend)
+    params = _to_device(loaded.params, model.abstract_params)
+    load_s = loaded.load_s + time.monotonic() - begin
+
+    buckets = _resolve_buckets(config)
+    max_pages = -(-max_model_len // page_size)
+    shapes = StepShapes(
+        model=model,
+        buckets=buckets,
+        num_pages=max_pages + 1,  # enough to compile against; replaced once the pool is sized
+        page_size=page_size,
+        max_pages=max_pages,
+        layout=dispatch.layout_of(backend),
+        dtype=dtype,
+    )
+    pool = _size_pool(config, max_model_len, shapes)
+    shapes = dataclasses.replace(shapes, num_pages=pool.num_pages)
+    executor = DeviceExecutor(shapes, params, backend=backend)
+    executor.warm_up()
+    engine = Engine(
+        executor=executor,
+        scheduler=build_scheduler(
+            config.scheduler,
+            num_pages=pool.num_pages,
+            page_size=page_size,
+            max_model_len=max_model_len,
+        ),
+        vocab_size=loaded.config.vocab_size,
+        max_model_len=max_model_len,
+        eos_token_ids=loaded.eos_token_ids,
+        seed=config.seed,
+    )
+    _LOG.info(
+        "%s, dtype %s, max_model_len %d, %d KV pages of %d tokens (%.2f GiB, by %s), %d programs",
+        dispatch.explain_backend(config.attention_backend, jax.default_backend()),
+        dtype.name,
+        max_model_len,
+        pool.num_pages,
+        page_size,
+        pool.num_bytes / 2**30,
+        pool.reason,
+        executor.description["num_programs"],
+    )
+    times = StartupTimes(load_s=load_s, compile_s=executor.compile_s, warm_s=executor.warm_s)
+    return engine, times
+
+
+def _use_compilation_cache(folder: str) -> None:
+    """Asked for by name, so jax's process-wide settings may change."""
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _resolve_attention(config: EngineConfig) -> tuple[str, int]:
+    try:
+        backend = dispatch.resolve_backend(config.attention_backend, jax.default_backend())
+        page_size = config.cache.page_size or dispatch.default_page_size(backend)
+        dispatch.check_page_size(backend, page_size)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return backend, page_size
+
+
+def _resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    limit = model.max_position_embeddings
+    asked = config.max_model_len
+    if asked is not None and asked > limit:
+        raise ConfigError(
+            f"max_model_len must be at most {limit}, the model's max_position_embeddings, got {asked}"
+        )
+    return asked or limit
+
+
+def _resolve_buckets(config: EngineConfig) -> Buckets:
+    asked = config.scheduler
+    buckets = Buckets.make(
+        max_num_seqs=asked.max_num_seqs, max_num_batched_tokens=asked.max_num_batched_tokens
+    )
+    if buckets.max_num_seqs < asked.max_num_seqs:
+        _LOG.warning(
+            "max_num_seqs lowered from %d to %d: each running sequence needs a token of the step's "
+            "max_num_batched_tokens",
+            asked.max_num_seqs,
+            buckets.max_num_seqs,
+        )
+    return buckets
+
+
+def _to_device(params: Params, abstract: Params) -> Params:
+    """Checks the tree against what the model expects, then puts every leaf on the device."""
+    expected = {jax.tree_util.keystr(k): v for k, v in jax.tree.leaves_with_path(abstract)}
+    found = {jax.tree_util.keystr(k): v for k, v in jax.tree.leaves_with_path(params)}
+    for name in sorted(expected.keys() | found.keys()):
+        want, have = expected.get(name), found.get(name)
+        if want is None or have is None or want.shape != have.shape or want.dtype != have.dtype:
+            raise ConfigError(
+                f"params{name}: expected {_describe(want)}, found {_describe(have)}"
+            )
+    return jax.block_until_ready(jax.device_put(params))
+
+
+def _describe(leaf: Any) -> str:
+    return "nothing" if leaf is None else f"{leaf.dtype}{list(leaf.shape)}"
+
+
+def _size_pool(config: EngineConfig, max_model_len: int, shapes: StepShapes) -> PoolSize:
+    on_cpu = jax.default_backend() == "cpu"
+    cache = config.cache
+    by_memory = cache.num_pages is None and cache.kv_cache_gib is None
+    free = free_bytes(jax.devices()[0], cache.memory_utilization if by_memory else 1.0)
+    if not on_cpu:  # host RAM is not partitioned: what programs take there is not set aside
+        free -= largest_step_bytes(shapes)
+    return size_pool(
+        cache,
+        bytes_per_page=pool_page_bytes(
+            shapes.model.config,
+            layout=shapes.layout,
+            page_size=shapes.page_size,
+            dtype=jnp.dtype(shapes.dtype).name,
+        ),
+        page_size=shapes.page_size,
+        max_model_len=max_model_len,
+        max_num_seqs=shapes.buckets.max_num_seqs,
+        free_bytes=free,
+        on_cpu=on_cpu,
+    )

@@ -1,0 +1,62 @@
+"""`jaxserve fetch NAME`: downloads a checkpoint by name, or lists the names.
+
+Run by `cli/main.py`, which turns the errors into one line and exit code 2. The work is done in `weights/fetch.py`.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from absl import flags
+
+from jaxserve.cli.arguments import UsageError, parse_arguments
+from jaxserve.cli.flags import define_general
+from jaxserve.weights.fetch import fetch
+from jaxserve.weights.manifest import manifest_folder, manifest_names, read_manifest
+
+_USAGE = """\
+jaxserve fetch NAME [NAME ...]: download checkpoints
+
+NAME is one of the names below, or org/name on the Hugging Face hub. A checkpoint that is already there is left as
+it is. It goes to ./checkpoints in a source checkout, else to the user's cache folder; --model=NAME finds it in both.
+"""
+
+
+def _define_flags() -> flags.FlagValues:
+    flag_values = flags.FlagValues()
+    define_general(flag_values)
+    flags.DEFINE_string(
+        "dest", None, "Folder to put it in, as DEST/NAME.", flag_values=flag_values, module_name="fetch"
+    )
+    return flag_values
+
+
+def _names() -> str:
+    manifests = [read_manifest(manifest_folder() / f"{name}.toml") for name in manifest_names()]
+    return "".join(f"  {m.name}  {m.description} ({m.licence})\n" for m in manifests)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command.
+
+    Args:
+        argv: the arguments behind `fetch`.
+
+    Returns:
+        0 when every checkpoint is there.
+
+    Raises:
+        UsageError: no name, or a flag that is not known.
+        CheckpointError: a checkpoint could not be fetched; nothing half-made is left.
+    """
+    flag_values = _define_flags()
+    names = parse_arguments(argv, flag_values)
+    if flag_values.help or flag_values.helpfull:
+        print(f"{_USAGE}\nnames:\n{_names()}{flag_values.get_help()}")
+        return 0
+    if not names:
+        raise UsageError(f"give the name of a checkpoint: {', '.join(manifest_names())}, or org/name on the hub")
+    destination = None if flag_values.dest is None else Path(flag_values.dest).expanduser()
+    for name in names:
+        fetch(name, destination, report=lambda line: print(line, file=sys.stderr, flush=True))
+    return 0

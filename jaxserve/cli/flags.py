@@ -1,0 +1,193 @@
+"""The flags that commands share, each defined into the `FlagValues` of the command that wants it.
+
+Used by `run` and `bench`. No flag is global: two commands never clash, and --help shows a command its own flags only.
+Defaults come from the dataclasses that the flags fill, so a number is written down once.
+"""
+
+import dataclasses
+import logging
+import sys
+from pathlib import Path
+
+from absl import flags
+
+from jaxserve.config import DTYPES, EngineConfig
+from jaxserve.request import SamplingParams
+
+COMPILATION_CACHE_DIR = "~/.cache/jaxserve/xla"
+SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
+
+_ENGINE_GROUP = "engine"
+_SAMPLING_GROUP = "sampling (for what a line does not set itself)"
+_GENERAL_GROUP = "general"
+_ENGINE_OPTIONS = (
+    "dtype",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "page_size",
+    "num_pages",
+    "kv_cache_gib",
+    "memory_utilization",
+    "attention_backend",
+    "seed",
+    "scheduling",
+)
+
+
+class AutoIntegerParser(flags.ArgumentParser):
+    """An integer, or "auto" for None: the engine chooses."""
+
+    syntactic_help = 'an integer or "auto"'
+
+    def parse(self, argument: str | int | None) -> int | None:
+        if argument in (None, "", "auto"):
+            return None
+        try:
+            return int(argument)
+        except ValueError:
+            raise ValueError(f"expected {self.syntactic_help}, got {argument!r}") from None
+
+    def flag_type(self) -> str:
+        return "int or auto"
+
+
+def define_general(flag_values: flags.FlagValues) -> None:
+    """--help, --helpfull, --flagfile, --verbosity."""
+    group = {"flag_values": flag_values, "module_name": _GENERAL_GROUP}
+    flags.DEFINE_boolean("help", False, "Print this help and exit (also -h).", **group)
+    flags.DEFINE_boolean("helpfull", False, "The same as --help.", **group)
+    flags.DEFINE_string(
+        "flagfile", None, "Read arguments from this file, one a line; # begins a comment.", **group
+    )
+    flags.DEFINE_integer(
+        "verbosity",
+        0,
+        "-1: warnings only; 0: what was chosen at start and the summary; 1: debug, with tracebacks.",
+        **group,
+    )
+
+
+def define_engine(flag_values: flags.FlagValues) -> None:
+    """--model and the fields of `EngineConfig`, but not --scheduling: each command offers its own."""
+    default = EngineConfig()
+    group = {"flag_values": flag_values, "module_name": _ENGINE_GROUP}
+    flags.DEFINE_string(
+        "model", None, "A checkpoint directory, a .gguf file, or a name `jaxserve fetch` knows.", **group
+    )
+    flags.DEFINE_enum(
+        "dtype", default.dtype, DTYPES, "Of weights and KV pages; auto = float32 on CPU, else bfloat16.", **group
+    )
+    _define_auto_integer(
+        "max_model_len", "Most tokens of a sequence, prompt and output; auto = the model's limit.", group
+    )
+    flags.DEFINE_integer(
+        "max_num_seqs", default.scheduler.max_num_seqs, "Most sequences in one step.", **group
+    )
+    flags.DEFINE_integer(
+        "max_num_batched_tokens",
+        default.scheduler.max_num_batched_tokens,
+        "Token budget of one step, decode tokens and prefill chunks together.",
+        **group,
+    )
+    _define_auto_integer("page_size", "Tokens a page; auto = the attention backend's choice.", group)
+    _define_auto_integer("num_pages", "Pages in the pool; beats --kv_cache_gib.", group)
+    flags.DEFINE_float(
+        "kv_cache_gib", None, "Size of the page pool, GiB; beats --memory_utilization.", **group
+    )
+    flags.DEFINE_float(
+        "memory_utilization",
+        default.cache.memory_utilization,
+        "Share of the accelerator's memory for weights, programs and pages.",
+        **group,
+    )
+    flags.DEFINE_string(
+        "attention_backend", default.attention_backend, "A backend's name, or auto.", **group
+    )
+    flags.DEFINE_integer(
+        "seed", default.seed, "Draws of a line without a seed follow from this and the line's index.", **group
+    )
+    flags.DEFINE_string(
+        "compilation_cache_dir",
+        COMPILATION_CACHE_DIR,
+        "Where compiled programs are kept between runs; empty = nowhere.",
+        **group,
+    )
+
+
+def _define_auto_integer(name: str, text: str, group: dict) -> None:
+    flags.DEFINE(AutoIntegerParser(), name, None, text, **group)
+
+
+def define_sampling(flag_values: flags.FlagValues) -> None:
+    """The fields of `SamplingParams` that make sense as a default for many requests; --seed is an engine flag."""
+    default = SamplingParams()
+    group = {"flag_values": flag_values, "module_name": _SAMPLING_GROUP}
+    flags.DEFINE_integer(
+        "max_tokens", default.max_tokens, "Most tokens to generate; unset = up to the context.", **group
+    )
+    flags.DEFINE_float("temperature", default.temperature, "0 = greedy.", **group)
+    flags.DEFINE_integer("top_k", default.top_k, "Keep the k most likely tokens; 0 = all.", **group)
+    flags.DEFINE_float("top_p", default.top_p, "Keep the likeliest tokens up to this mass.", **group)
+    flags.DEFINE_float(
+        "min_p", default.min_p, "Drop tokens less likely than this times the best.", **group
+    )
+    flags.DEFINE_multi_string("stop", None, "A string that ends the text; repeatable.", **group)
+    flags.DEFINE_boolean(
+        "include_stop_str_in_output", False, "Leave the stop string in the text.", **group
+    )
+    flags.DEFINE_boolean("ignore_eos", False, "Go on past the model's end token.", **group)
+    flags.DEFINE_boolean("logprobs", False, "Return each chosen token's log probability.", **group)
+    flags.DEFINE_boolean(
+        "skip_special_tokens", True, "Leave special tokens out of the text.", **group
+    )
+
+
+def engine_options(flag_values: flags.FlagValues) -> dict[str, object]:
+    """The engine flags as options of `LLM` and `EngineConfig.from_options`; the ranges are checked there."""
+    options = {name: flag_values[name].value for name in _ENGINE_OPTIONS if name in flag_values}
+    cache_dir = flag_values["compilation_cache_dir"].value
+    options["compilation_cache_dir"] = str(Path(cache_dir).expanduser()) if cache_dir else None
+    return options
+
+
+def sampling_defaults(flag_values: flags.FlagValues) -> dict[str, object]:
+    """The sampling flags as fields of `SamplingParams`.
+
+    Raises:
+        InvalidRequestError: a value outside its range.
+    """
+    names = [name for name in SAMPLING_FIELDS if name in flag_values and name != "seed"]
+    fields = {name: flag_values[name].value for name in names}
+    fields["stop"] = fields["stop"] or []
+    SamplingParams(**fields)
+    return fields
+
+
+def help_text(usage: str, flag_values: flags.FlagValues) -> str:
+    """What --help prints: the command's usage and its own flags by group."""
+    groups = flag_values.flags_by_module_dict()
+    return usage + "\n" + "\n".join(flag_values.module_help(group) for group in groups)
+
+
+def wants_help(flag_values: flags.FlagValues) -> bool:
+    """Whether --help or --helpfull was given."""
+    return flag_values["help"].value or flag_values["helpfull"].value
+
+
+class _StderrHandler(logging.Handler):
+    """Prints to whatever sys.stderr is at that moment: a progress bar may have put itself in front of it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr, flush=True)
+
+
+def configure_logging(verbosity: int) -> None:
+    """Sends the project's log to stderr: warnings and worse below 0, information at 0, everything above."""
+    logger = logging.getLogger("jaxserve")
+    handler = _StderrHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger.handlers[:] = [handler]
+    logger.setLevel(
+        logging.WARNING if verbosity < 0 else logging.INFO if verbosity == 0 else logging.DEBUG
+    )

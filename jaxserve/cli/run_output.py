@@ -1,0 +1,200 @@
+"""Where `jaxserve run` puts its records: one JSON line per input line, in input order, as soon as order allows.
+
+    OUTPUT                 lines 0 .. n-1, always without a gap: its line k is the record of input line k
+    OUTPUT.partial.jsonl   finished lines that wait for a slower one before them; gone at the end
+
+Every record is written, whole, the moment it exists (to the one file or to the other), so a kill at any point loses
+nothing that was finished and leaves at most one torn line, the last of a file. Memory holds two integers per waiting
+record. When OUTPUT is no regular file (stdout, a pipe) the waiting records stay in an unnamed temporary file.
+"""
+
+import json
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import BinaryIO
+
+from jaxserve.cli.request_line import RequestLine
+from jaxserve.errors import InvalidRequestError, JaxserveError
+from jaxserve.request import RequestOutput
+
+MAX_MESSAGE_LENGTH = 1000  # characters of an error record's message; a bad value may be megabytes
+# Legal inside a JSON string, but many readers take them for the end of a line.
+_LINE_BREAKS = {"\u2028": "\\u2028", "\u2029": "\\u2029", "\x85": "\\u0085"}
+
+
+class OutputError(JaxserveError):
+    """The output cannot be written."""
+
+
+def success_record(line: RequestLine, output: RequestOutput) -> dict[str, object]:
+    """The record of a finished line."""
+    completion = output.outputs[0]
+    record: dict[str, object] = {
+        "index": line.index,
+        "id": line.id,
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "num_prompt_tokens": output.num_prompt_tokens,
+        "num_cached_tokens": output.num_cached_tokens,
+        "num_output_tokens": len(completion.token_ids),
+    }
+    if line.params.wants_logprobs:
+        record["logprobs"] = [x if math.isfinite(x) else None for x in completion.logprobs or ()]
+    return record
+
+
+def error_record(line: RequestLine, error: InvalidRequestError) -> dict[str, object]:
+    """The record of a line that could not be run; its message begins with the line's number, from 1."""
+    body = error.to_dict()
+    body["message"] = f"line {line.index + 1}: {error.message}"[:MAX_MESSAGE_LENGTH]
+    return {"index": line.index, "id": line.id, "error": body}
+
+
+def encode_record(record: Mapping[str, object]) -> bytes:
+    """One line of JSON: UTF-8, readable, no NaN, and only its end looks like the end of a line."""
+    text = json.dumps(record, ensure_ascii=False, allow_nan=False)
+    for raw, escaped in _LINE_BREAKS.items():
+        text = text.replace(raw, escaped)
+    try:
+        return text.encode("utf-8") + b"\n"
+    except UnicodeEncodeError:  # half a surrogate pair, perhaps from an id
+        return json.dumps(record, allow_nan=False).encode("ascii") + b"\n"
+
+
+def partial_path(output: Path) -> Path:
+    """Where finished records wait for their turn."""
+    return output.with_name(output.name + ".partial.jsonl")
+
+
+def is_stream(output: str) -> bool:
+    """Whether an --output cannot be kept and continued: stdout, or a path that is a pipe or a device."""
+    path = Path(output)
+    return output == "-" or (path.exists() and not path.is_file() and not path.is_dir())
+
+
+class OrderedWriter(AbstractContextManager["OrderedWriter"]):
+    """Puts records in input order.
+
+    Args:
+        output: where records go, unbuffered or flushed by us; at its end.
+        partial: where records wait; readable and seekable.
+        partial_file: its path, to remove it at the end; None when it has no name.
+        next_index: the first line whose record is not in `output`.
+        waiting: index -> (offset, size in bytes) of the records already in `partial`.
+    """
+
+    def __init__(
+        self,
+        output: BinaryIO,
+        partial: BinaryIO,
+        *,
+        partial_file: Path | None = None,
+        next_index: int = 0,
+        waiting: Mapping[int, tuple[int, int]] | None = None,
+    ):
+        self.next_index = next_index
+        self._output = output
+        self._partial = partial
+        self._partial_file = partial_file
+        self._waiting = dict(waiting or {})
+        self._drain()
+
+    @classmethod
+    def to_stream(cls, output: str) -> "OrderedWriter":
+        """A writer to stdout ("-"), a pipe or a device."""
+        if output == "-":
+            sys.stdout.flush()
+            stream: BinaryIO = sys.stdout.buffer
+        else:
+            stream = open(output, "wb", buffering=0)
+        return cls(stream, tempfile.TemporaryFile(buffering=0))  # type: ignore[arg-type]
+
+    @classmethod
+    def to_file(
+        cls, output: Path, *, next_index: int, waiting: Mapping[int, tuple[int, int]]
+    ) -> "OrderedWriter":
+        """A writer that goes on behind what both files hold (see `resume.recover`).
+
+        Raises:
+            OutputError: a file cannot be opened.
+        """
+        path = partial_path(output)
+        try:
+            stream = open(output, "ab", buffering=0)
+            partial = open(path, "a+b", buffering=0)
+        except OSError as error:
+            raise OutputError(f"cannot write {error.filename}: {error.strerror}") from None
+        return cls(stream, partial, partial_file=path, next_index=next_index, waiting=waiting)
+
+    @property
+    def num_waiting(self) -> int:
+        """Records that are finished but not yet in the output."""
+        return len(self._waiting)
+
+    @property
+    def num_done(self) -> int:
+        """Records in either file."""
+        return self.next_index + len(self._waiting)
+
+    def has(self, index: int) -> bool:
+        """Whether the line's record exists."""
+        return index < self.next_index or index in self._waiting
+
+    def put(self, index: int, record: Mapping[str, object]) -> None:
+        """Takes the record of one line, once.
+
+        Raises:
+            OutputError: it cannot be written (the disk is full, ...).
+            BrokenPipeError: nobody reads the output any more.
+        """
+        data = encode_record(record)
+        if index == self.next_index:
+            self._append(data)
+            self._drain()
+        else:
+            offset = self._partial.seek(0, os.SEEK_END)
+            self._write(self._partial, data)
+            self._waiting[index] = (offset, len(data))
+
+    def _append(self, data: bytes) -> None:
+        self._write(self._output, data)
+        self.next_index += 1
+
+    def _drain(self) -> None:
+        """Moves what no longer waits, and empties the partial file when nothing does."""
+        if self.next_index not in self._waiting:
+            return
+        while (place := self._waiting.pop(self.next_index, None)) is not None:
+            offset, size = place
+            self._partial.seek(offset)
+            self._append(self._partial.read(size))
+        if not self._waiting:
+            self._partial.truncate(0)
+
+    def _write(self, stream: BinaryIO, data: bytes) -> None:
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[stream.write(view) :]
+            stream.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise OutputError(f"cannot write the output: {error.strerror}") from None
+
+    def close(self, complete: bool) -> None:
+        """Closes the files; the partial file goes when the run is complete, its records are all in the output."""
+        if self._output is not sys.stdout.buffer:
+            self._output.close()
+        self._partial.close()
+        if complete and self._partial_file is not None:
+            self._partial_file.unlink(missing_ok=True)
+
+    def __exit__(self, *exc: object) -> None:
+        self.close(complete=False)

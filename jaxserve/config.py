@@ -1,0 +1,147 @@
+"""The one tree of settings: `EngineConfig` and its branches, frozen and checked when made.
+
+Built by the faces (`LLM(**options)`, the CLI's flags) and read by `build.py`. What is found out at run time (how many
+pages fit, which backend "auto" means) is returned by the part that finds it, never written back here.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from jaxserve.errors import ConfigError
+
+DTYPES = ("auto", "float32", "bfloat16")
+SCHEDULING = ("continuous", "static")
+MIN_PAGE_SIZE = 4
+
+
+def _check_int(name: str, value: object, low: int, high: int = 2**31 - 1) -> None:
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    if not is_int or not low <= value <= high:
+        raise ConfigError(f"{name} must be an integer in [{low}, {high}], got {value!r}")
+
+
+def _check_optional_int(name: str, value: object, low: int) -> None:
+    if value is not None:
+        _check_int(name, value, low)
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def _check_positive(name: str, value: object, high: float = math.inf) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or not 0 < value <= high:
+        raise ConfigError(f"{name} must be a number in (0, {high}], got {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """The KV page pool. num_pages beats kv_cache_gib beats memory_utilization.
+
+    Args:
+        page_size: tokens a page; a power of two >= 4. None = the attention backend's own size.
+        num_pages: pages in the pool, the null page included; at least 2.
+        kv_cache_gib: size of the pool over all layers, GiB.
+        memory_utilization: share of the accelerator's memory that weights, programs and pages may take together.
+            On CPU the pool is bounded by what `max_num_seqs` full contexts need and by 2 GiB as well.
+
+    Raises:
+        ConfigError: a value outside its range.
+    """
+
+    page_size: int | None = None
+    num_pages: int | None = None
+    kv_cache_gib: float | None = None
+    memory_utilization: float = 0.9
+
+    def __post_init__(self) -> None:
+        if self.page_size is not None:
+            _check_int("page_size", self.page_size, MIN_PAGE_SIZE)
+            if self.page_size & (self.page_size - 1):
+                raise ConfigError(f"page_size must be a power of two, got {self.page_size}")
+        _check_optional_int("num_pages", self.num_pages, 2)
+        if self.kv_cache_gib is not None:
+            _check_positive("kv_cache_gib", self.kv_cache_gib)
+        _check_positive("memory_utilization", self.memory_utilization, 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """Who runs next, and how much of it.
+
+    Args:
+        max_num_seqs: most sequences in one step. Lowered to max_num_batched_tokens where that is smaller.
+        max_num_batched_tokens: the token budget of one step, decode tokens and prefill chunks together.
+        scheduling: "continuous" admits a request as soon as there is room; "static" (for comparison) admits a batch
+            and lets it drain before the next.
+
+    Raises:
+        ConfigError: a value outside its range.
+    """
+
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 512
+    scheduling: str = "continuous"
+
+    def __post_init__(self) -> None:
+        _check_int("max_num_seqs", self.max_num_seqs, 1, 4096)
+        _check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**20)
+        _check_choice("scheduling", self.scheduling, SCHEDULING)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything an engine can be told.
+
+    Args:
+        dtype: of weights and KV pages; "auto" = float32 on CPU, bfloat16 elsewhere.
+        max_model_len: most tokens of a sequence, prompt and output together. None = the model's own limit.
+        attention_backend: a name of `pallas_kernels.dispatch`, or "auto".
+        seed: where the draws of requests without a seed of their own come from.
+        compilation_cache_dir: folder of jax's persistent compilation cache; None leaves jax's setting alone.
+        cache: the page pool.
+        scheduler: the step's limits.
+
+    Raises:
+        ConfigError: a value outside its range, or of the wrong type.
+    """
+
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    attention_backend: str = "auto"
+    seed: int = 0
+    compilation_cache_dir: str | None = None
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+    def __post_init__(self) -> None:
+        _check_choice("dtype", self.dtype, DTYPES)
+        _check_optional_int("max_model_len", self.max_model_len, 1)
+        if not isinstance(self.attention_backend, str):
+            raise ConfigError(f"attention_backend must be a name, got {self.attention_backend!r}")
+        _check_int("seed", self.seed, 0, 2**63 - 1)
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, object]) -> "EngineConfig":
+        """The tree from flat names, each routed to the branch that owns it: `{"max_num_seqs": 8, "dtype": ...}`.
+
+        Raises:
+            ConfigError: a name that no branch has, or a value outside its range.
+        """
+        branches = {"cache": CacheConfig, "scheduler": SchedulerConfig}
+        taken: set[str] = set()
+        built = {}
+        for name, branch in branches.items():
+            own = {f.name for f in dataclasses.fields(branch)} & options.keys()
+            taken |= own
+            built[name] = branch(**{key: options[key] for key in own})
+        own = {f.name for f in dataclasses.fields(cls)} - branches.keys()
+        unknown = options.keys() - taken - own
+        if unknown:
+            known = sorted(own | {f.name for b in branches.values() for f in dataclasses.fields(b)})
+            raise ConfigError(f"unknown option {sorted(unknown)[0]!r}; known: {', '.join(known)}")
+        return cls(**{key: options[key] for key in own & options.keys()}, **built)

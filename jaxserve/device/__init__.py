@@ -1,0 +1,1 @@
+"""The one hand on the device: compiles, puts, gets and blocks. Nothing outside this package does."""

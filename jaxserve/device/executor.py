@@ -1,0 +1,182 @@
+"""`DeviceExecutor`: the owner of params, KV pages and compiled programs; meets `jaxserve.executor.Executor`.
+
+Made by `jaxserve.build`. The pages are donated to every step and replaced by what it returns, so the pool exists once
+and is updated in place. Nothing else may hold them.
+"""
+
+import dataclasses
+import functools
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.device.programs import Program, ProgramTable
+from jaxserve.device.step import forward, forward_inputs, sample_rows, sampling_rows
+from jaxserve.model.registry import ModelFunctions, Params
+from jaxserve.schedule.batch import DeviceBatch, SampledTokens
+from jaxserve.schedule.buckets import Bucket, Buckets
+from pallas_kernels.ragged_paged_attention.layout import KVPages
+
+
+class DeviceStep:
+    """A step under way; `result` waits for it."""
+
+    def __init__(self, num_rows: int, outputs: tuple[jax.Array, jax.Array] | None, pages: jax.Array):
+        self._num_rows = num_rows
+        self._outputs = outputs
+        self._pages = pages
+
+    def result(self) -> SampledTokens:
+        """Blocks until the step is done, also when it samples nothing, so that its errors surface here."""
+        if self._outputs is None:
+            self._pages.block_until_ready()
+            empty = np.zeros((0, 1))
+            return SampledTokens(
+                token_ids=empty.astype(np.int32),
+                num_tokens=np.zeros(0, np.int32),
+                logprobs=empty.astype(np.float32),
+            )
+        token_ids, logprobs = (np.asarray(x)[: self._num_rows, None] for x in self._outputs)
+        return SampledTokens(
+            token_ids=token_ids, num_tokens=np.ones(self._num_rows, np.int32), logprobs=logprobs
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepShapes:
+    """All that the shapes of the programs depend on.
+
+    Args:
+        model: the model's functions.
+        buckets: the shapes to compile.
+        num_pages: pages in the pool, the null page included.
+        page_size: tokens a page.
+        max_pages: pages a sequence (P).
+        layout: page layout of the attention backend.
+        dtype: of activations and pages.
+    """
+
+    model: ModelFunctions
+    buckets: Buckets
+    num_pages: int
+    page_size: int
+    max_pages: int
+    layout: str
+    dtype: jnp.dtype
+
+    def abstract_pages(self) -> list[KVPages]:
+        """The pages of every layer as shapes only."""
+        config = self.model.config
+        one = KVPages.abstract(
+            self.layout,
+            self.num_pages,
+            self.page_size,
+            config.num_kv_heads,
+            config.head_dim,
+            self.dtype,
+        )
+        return [one] * config.num_layers
+
+    def padding(self, bucket: Bucket) -> DeviceBatch:
+        """A batch without live tokens, with one row that counts as sampled."""
+        return DeviceBatch.padding(bucket, self.buckets, self.max_pages, num_rows=1)
+
+    def forward_program(self, num_tokens: int) -> Program:
+        """The forward program of one rung; its pages are donated."""
+        inputs = forward_inputs(self.padding(Bucket(num_tokens, 1)))
+        return Program(
+            key=("forward", num_tokens),
+            function=functools.partial(forward, self.model),
+            arguments=(self.model.abstract_params, self.abstract_pages(), inputs),
+            donated=(1,),
+        )
+
+    def sample_program(self, num_rows: int) -> Program:
+        """The sampling program of one rung."""
+        hidden_shape = (self.buckets.max_num_seqs, self.model.config.hidden_size)
+        hidden = jax.ShapeDtypeStruct(hidden_shape, self.dtype)
+        rows = sampling_rows(self.padding(Bucket(1, num_rows)))
+        return Program(
+            key=("sample", num_rows),
+            function=functools.partial(sample_rows, self.model),
+            arguments=(self.model.abstract_params, hidden, rows),
+        )
+
+    def programs(self) -> list[Program]:
+        """Every program of the ladders, the slowest to compile first."""
+        return [
+            *(self.forward_program(t) for t in reversed(self.buckets.tokens)),
+            *(self.sample_program(r) for r in reversed(self.buckets.rows)),
+        ]
+
+
+def largest_step_bytes(shapes: StepShapes) -> int:
+    """Device memory, in bytes, that the largest step takes beyond params and pages.
+
+    Compiles the two largest programs, with whatever small pool `shapes` names; the pool's size hardly matters to it.
+    """
+    table = ProgramTable()
+    largest = [
+        shapes.forward_program(shapes.buckets.tokens[-1]),
+        shapes.sample_program(shapes.buckets.rows[-1]),
+    ]
+    table.compile_all(largest)
+    analyses = [table[program.key].memory_analysis() for program in largest]
+    return max(int(a.temp_size_in_bytes + a.output_size_in_bytes - a.alias_size_in_bytes) for a in analyses)
+
+
+class DeviceExecutor:
+    """Runs batches on one device.
+
+    Args:
+        shapes: what to compile.
+        params: weights, on the device, as `shapes.model.abstract_params` says.
+        backend: attention backend, for `description`.
+    """
+
+    def __init__(self, shapes: StepShapes, params: Params, *, backend: str):
+        self._shapes = shapes
+        self._params = params
+        self._backend = backend
+        self._kv_pages: list[KVPages] = []
+        self._programs = ProgramTable()
+        self.compile_s = 0.0
+        self.warm_s = 0.0
+
+    @property
+    def description(self) -> dict[str, object]:
+        """What serves: attention_backend, dtype, platform, num_programs."""
+        return {
+            "attention_backend": self._backend,
+            "dtype": jnp.dtype(self._shapes.dtype).name,
+            "platform": jax.default_backend(),
+            "num_programs": len(self._programs),
+        }
+
+    def warm_up(self) -> None:
+        """Compiles every program, makes the pages, and runs each program once on padding alone."""
+        begin = time.monotonic()
+        self._programs.compile_all(self._shapes.programs())
+        compiled = time.monotonic()
+        self._kv_pages = jax.tree.map(
+            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._shapes.abstract_pages()
+        )
+        tokens, rows = self._shapes.buckets.tokens, self._shapes.buckets.rows
+        for num_tokens in tokens:
+            self.submit(self._shapes.padding(Bucket(num_tokens, rows[-1]))).result()
+        for num_rows in rows[:-1]:
+            self.submit(self._shapes.padding(Bucket(tokens[0], num_rows))).result()
+        self.compile_s = compiled - begin
+        self.warm_s = time.monotonic() - compiled
+
+    def submit(self, batch: DeviceBatch) -> DeviceStep:
+        """Starts a step; returns before it is done where the platform allows."""
+        run_forward = self._programs["forward", batch.bucket.num_tokens]
+        hidden, self._kv_pages = run_forward(self._params, self._kv_pages, forward_inputs(batch))
+        outputs = None
+        if batch.num_rows:
+            run_sample = self._programs["sample", batch.bucket.num_rows]
+            outputs = run_sample(self._params, hidden, sampling_rows(batch))
+        return DeviceStep(batch.num_rows, outputs, hidden)

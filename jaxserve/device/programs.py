@@ -1,0 +1,56 @@
+"""The compiled table: (program, rung) -> executable, built ahead of time from shapes alone.
+
+The hot path calls only this table. A compiled executable takes exactly the shapes and dtypes it was made for, so a
+wrong one raises at once; nothing here can compile while a request waits.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+Key = tuple[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A program to compile.
+
+    Args:
+        key: (name, rung).
+        function: pure; compiled as it stands.
+        arguments: abstract arrays, or arrays whose shapes and dtypes are taken.
+        donated: argument numbers whose buffers the program may reuse.
+    """
+
+    key: Key
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    donated: tuple[int, ...] = ()
+
+
+class ProgramTable:
+    """Programs by (name, rung)."""
+
+    def __init__(self) -> None:
+        self._compiled: dict[Key, jax.stages.Compiled] = {}
+
+    def __len__(self) -> int:
+        return len(self._compiled)
+
+    def __getitem__(self, key: Key) -> jax.stages.Compiled:
+        """The executable; a KeyError here is a bucket that warm-up did not know of."""
+        return self._compiled[key]
+
+    def compile_all(self, programs: Sequence[Program]) -> None:
+        """Lowers each program in turn and compiles them in parallel. Put the slowest first."""
+        with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+            futures: dict[Key, Future[jax.stages.Compiled]] = {}
+            for program in programs:
+                jitted = jax.jit(program.function, donate_argnums=program.donated)
+                lowered = jitted.lower(*program.arguments)
+                futures[program.key] = pool.submit(lowered.compile)
+            self._compiled = {key: future.result() for key, future in futures.items()}

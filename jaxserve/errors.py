@@ -1,0 +1,43 @@
+"""The errors users meet. Every message names the field (or file), the value and the limit.
+
+Raised by every layer, caught by the faces (`llm`, `cli`, `server`), which turn them into an exit code or an error object.
+"""
+
+
+class JaxserveError(Exception):
+    """Base of every error this project raises on purpose."""
+
+
+class ConfigError(JaxserveError, ValueError):
+    """An engine configuration that cannot be served; raised before anything is loaded or allocated."""
+
+
+class CheckpointError(JaxserveError):
+    """A checkpoint that cannot be loaded; names the file and tensor, what was expected and what was found."""
+
+
+class InvalidRequestError(JaxserveError, ValueError):
+    """One request is at fault; nothing was allocated for it and no other request is disturbed.
+
+    Args:
+        message: names the field, its value and the limit.
+        param: the request field at fault, or None when it is the request as a whole.
+        code: a short machine-readable reason such as "context_length_exceeded", or None.
+    """
+
+    type = "invalid_request_error"
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code
+
+    def to_dict(self) -> dict[str, str | None]:
+        """The error object of the OpenAI API: message, type, param, code."""
+        return {
+            "message": self.message,
+            "type": self.type,
+            "param": self.param,
+            "code": self.code,
+        }

@@ -1,0 +1,207 @@
+"""`LLM`: the batch and notebook face. Text or token ids in, `RequestOutput`s out.
+
+    llm = LLM("checkpoints/smollm2-135m-instruct")
+    print(llm.generate(["The capital of France is"], SamplingParams(max_tokens=64))[0].outputs[0].text)
+
+It owns a tokenizer and an `Engine`; `add` and `step` are the same loop in the open, for callers (the CLI) that feed
+and drain at their own pace.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from jaxserve.build import StartupTimes, build_engine, load_model
+from jaxserve.config import EngineConfig
+from jaxserve.engine import Engine
+from jaxserve.errors import InvalidRequestError
+from jaxserve.request import CompletionOutput, Request, RequestOutput, SamplingParams
+from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.text.watcher import StopWatcher, TokenWatcher
+
+Prompt = str | Sequence[int]
+Message = dict[str, object]
+
+
+class LLM:
+    """A loaded model with its tokenizer and engine.
+
+    Args:
+        model: a checkpoint directory, a GGUF file, or a name that `jaxserve fetch` made.
+        options: any field of `EngineConfig`, `CacheConfig` or `SchedulerConfig`, by its flat name.
+
+    Raises:
+        ConfigError: an option is unknown, out of range, or cannot be served by this model or backend.
+        CheckpointError: the model cannot be loaded.
+    """
+
+    def __init__(self, model: str, **options: object):
+        config = EngineConfig.from_options(options)
+        loaded = load_model(model, config)
+        self.engine: Engine
+        self.startup: StartupTimes
+        self.engine, self.startup = build_engine(config, loaded)
+        self._tokenizer = loaded.tokenizer
+        self._num_added = 0
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The checkpoint's tokenizer; a checkpoint without one serves token ids only.
+
+        Raises:
+            InvalidRequestError: the checkpoint has no tokenizer.
+        """
+        if self._tokenizer is None:
+            raise InvalidRequestError(
+                "this checkpoint has no tokenizer: give prompts as token ids", param="prompt"
+            )
+        return self._tokenizer
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a text prompt (with the tokenizer's own added specials), or the ids as they are."""
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a conversation through the chat template, ready for the assistant's turn."""
+        return self.tokenizer.encode_chat(messages)
+
+    def add(
+        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams
+    ) -> None:
+        """Queues one request; its outputs come out of `step`.
+
+        Raises:
+            InvalidRequestError: the request is at fault; nothing was queued.
+        """
+        request = Request(
+            id=request_id, prompt_token_ids=prompt_token_ids, sampling_params=params
+        )
+        self.engine.add(request, self._watcher(params))
+        self._num_added += 1
+
+    def _watcher(self, params: SamplingParams) -> TokenWatcher | None:
+        if self._tokenizer is None:
+            return None  # the engine refuses stop strings by name
+        return StopWatcher(
+            self._tokenizer,
+            stop=params.stop,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+        )
+
+    def step(self) -> list[RequestOutput]:
+        """Runs one step; returns what each request released in it (new text and ids only)."""
+        return self.engine.step()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Runs all prompts to their end.
+
+        Args:
+            prompts: one prompt or many; each a text or a list of token ids.
+            sampling_params: one for all, or one per prompt; None = the defaults.
+
+        Returns:
+            One whole `RequestOutput` per prompt, in order.
+
+        Raises:
+            InvalidRequestError: a prompt or its parameters are at fault; none of the prompts is run.
+        """
+        return self._run([self.encode(p) for p in _as_prompts(prompts)], sampling_params)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """As `generate`, for one conversation or several, each a list of `{"role", "content"}`."""
+        single = not messages or isinstance(messages[0], dict)
+        conversations = [messages] if single else messages
+        return self._run([self.encode_chat(m) for m in conversations], sampling_params)  # type: ignore[arg-type]
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """Runs one prompt and yields what it releases, step by step. Leaving the loop early aborts it."""
+        request_id = self._next_id()
+        self.add(request_id, self.encode(prompt), sampling_params or SamplingParams())
+        finished = False
+        try:
+            while not finished:
+                for output in self.step():
+                    if output.request_id == request_id:
+                        yield output
+                        finished = output.finished
+        finally:
+            if not finished:
+                self.engine.abort(request_id)
+
+    def _next_id(self) -> str:
+        return f"llm-{self._num_added}"
+
+    def _run(
+        self,
+        prompts: list[list[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[RequestOutput]:
+        params = _one_per_prompt(sampling_params, len(prompts))
+        request_ids: list[str] = []
+        try:
+            for token_ids, one in zip(prompts, params, strict=True):
+                request_ids.append(self._next_id())
+                self.add(request_ids[-1], token_ids, one)
+            parts: dict[str, list[RequestOutput]] = {i: [] for i in request_ids}
+            while self.engine.has_work():
+                for output in self.step():
+                    if output.request_id in parts:
+                        parts[output.request_id].append(output)
+        except BaseException:  # a bad prompt or Ctrl-C: the others must not stay behind in the engine
+            for request_id in request_ids:
+                self.engine.abort(request_id)
+            raise
+        return [merge_outputs(parts[i]) for i in request_ids]
+
+
+def merge_outputs(parts: Sequence[RequestOutput]) -> RequestOutput:
+    """Joins what the steps released for one request, in order, into its whole `RequestOutput`."""
+    last = parts[-1]
+    merged = []
+    for index in range(len(last.outputs)):
+        pieces = [part.outputs[index] for part in parts]
+        has_logprobs = pieces[0].logprobs is not None
+        merged.append(
+            CompletionOutput(
+                index=index,
+                text="".join(p.text for p in pieces),
+                token_ids=[i for p in pieces for i in p.token_ids],
+                logprobs=[x for p in pieces for x in p.logprobs or ()] if has_logprobs else None,
+                finish_reason=pieces[-1].finish_reason,
+                stop_reason=pieces[-1].stop_reason,
+            )
+        )
+    return RequestOutput(
+        request_id=last.request_id,
+        outputs=merged,
+        num_prompt_tokens=last.num_prompt_tokens,
+        num_cached_tokens=last.num_cached_tokens,
+    )
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _one_per_prompt(
+    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * num_prompts
+    if len(params) != num_prompts:
+        raise InvalidRequestError(
+            f"sampling_params must be one, or one per prompt: got {len(params)} for {num_prompts}",
+            param="sampling_params",
+        )
+    return list(params)

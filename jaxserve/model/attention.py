@@ -1,0 +1,75 @@
+"""Attention over paged KV: projections and rotation around the one kernel entry.
+
+`PagedRows` is the part of a batch that attention reads; it is the same for every layer.
+"""
+
+import dataclasses
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxserve.model.layers import Linear
+from jaxserve.model.rope import rotate
+from jaxserve.model_config import ModelConfig
+from pallas_kernels.ragged_paged_attention.api import ragged_paged_attention
+from pallas_kernels.ragged_paged_attention.layout import KVPages
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PagedRows:
+    """Where each row of the batch stands in the pages. Fields as in `ragged_paged_attention`."""
+
+    kv_lens: Int[Array, " S"]
+    page_table: Int[Array, " SP"]
+    kv_starts: Int[Array, " S"]
+    cu_q_lens: Int[Array, " S1"]
+    ranges: Int[Array, " 3"]
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention; query head h reads kv head h // (H / K)."""
+
+    def __init__(self, config: ModelConfig, dtype, backend: str):
+        q_size = config.num_heads * config.head_dim
+        kv_size = config.num_kv_heads * config.head_dim
+        bias = config.attention_bias
+        self.q = Linear(config.hidden_size, q_size, dtype, use_bias=bias)
+        self.k = Linear(config.hidden_size, kv_size, dtype, use_bias=bias)
+        self.v = Linear(config.hidden_size, kv_size, dtype, use_bias=bias)
+        self.o = Linear(q_size, config.hidden_size, dtype, use_bias=bias)
+        self.head_dim = config.head_dim
+        self.backend = backend
+
+    def __call__(
+        self,
+        x: Float[Array, "T E"],
+        cos: Float[Array, "T 1 D2"],
+        sin: Float[Array, "T 1 D2"],
+        rows: PagedRows,
+        kv: KVPages,
+    ) -> tuple[Float[Array, "T E"], KVPages]:
+        """Writes the tokens' keys and values into the layer's pages and attends.
+
+        Returns:
+            ([T, E], the layer's pages).
+        """
+
+        def heads(y: jax.Array) -> jax.Array:
+            return y.reshape(y.shape[0], -1, self.head_dim)
+
+        out, kv, _ = ragged_paged_attention(
+            rotate(heads(self.q(x)), cos, sin),
+            rotate(heads(self.k(x)), cos, sin),
+            heads(self.v(x)),
+            kv,
+            rows.kv_lens,
+            rows.page_table,
+            rows.kv_starts,
+            rows.cu_q_lens,
+            rows.ranges,
+            sm_scale=self.head_dim**-0.5,
+            backend=self.backend,
+        )
+        return self.o(out.reshape(out.shape[0], -1)), kv

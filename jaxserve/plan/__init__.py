@@ -1,0 +1,1 @@
+"""Planning from arithmetic alone: how many pages fit. Pure host code."""

@@ -1,0 +1,78 @@
+"""How many KV pages to make. Called by `jaxserve.build`; the answer is returned, never written into a config."""
+
+from dataclasses import dataclass
+
+from jaxserve.config import CacheConfig
+from jaxserve.errors import ConfigError
+from jaxserve.model_config import ModelConfig
+from pallas_kernels.page_bytes import page_bytes
+
+GIB = 2**30
+CPU_POOL_LIMIT_BYTES = 2 * GIB  # host RAM is shared with everything else: the default stays modest
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolSize:
+    """The page pool that will be made.
+
+    Args:
+        num_pages: the null page included.
+        num_bytes: of all layers.
+        reason: which setting or limit decided, for the log.
+    """
+
+    num_pages: int
+    num_bytes: int
+    reason: str
+
+
+def pool_page_bytes(model: ModelConfig, *, layout: str, page_size: int, dtype: str) -> int:
+    """Bytes of one page over all layers."""
+    one = page_bytes(layout, page_size, model.num_kv_heads, model.head_dim, dtype)
+    return one * model.num_layers
+
+
+def size_pool(
+    cache: CacheConfig,
+    *,
+    bytes_per_page: int,
+    page_size: int,
+    max_model_len: int,
+    max_num_seqs: int,
+    free_bytes: int,
+    on_cpu: bool,
+) -> PoolSize:
+    """num_pages beats kv_cache_gib beats memory_utilization.
+
+    Args:
+        cache: the user's settings.
+        bytes_per_page: of one page over all layers.
+        page_size: tokens a page.
+        max_model_len, max_num_seqs: what the pool could ever be asked to hold; more is never made by default.
+        free_bytes: memory that memory_utilization leaves for pages once weights and programs have theirs.
+        on_cpu: bounds the default by `CPU_POOL_LIMIT_BYTES`.
+
+    Raises:
+        ConfigError: the pool would hold no page, or more bytes than are free.
+    """
+    if cache.num_pages is not None:
+        num_pages, reason = cache.num_pages, "num_pages"
+    elif cache.kv_cache_gib is not None:
+        num_pages = int(cache.kv_cache_gib * GIB) // bytes_per_page
+        reason = f"kv_cache_gib={cache.kv_cache_gib:g}"
+    else:
+        most = 1 + max_num_seqs * -(-max_model_len // page_size)
+        limit = min(free_bytes, CPU_POOL_LIMIT_BYTES) if on_cpu else free_bytes
+        fits = limit // bytes_per_page
+        num_pages = min(most, fits)
+        reason = "max_num_seqs x max_model_len" if most <= fits else "memory_utilization"
+    num_bytes = num_pages * bytes_per_page
+    if num_pages < 2:
+        raise ConfigError(
+            f"the KV pool needs at least 2 pages ({2 * bytes_per_page} bytes), {reason} allows {num_pages}"
+        )
+    if num_bytes > free_bytes:
+        raise ConfigError(
+            f"{reason}: {num_pages} KV pages take {num_bytes} bytes, but {max(free_bytes, 0)} are free"
+        )
+    return PoolSize(num_pages=num_pages, num_bytes=num_bytes, reason=reason)

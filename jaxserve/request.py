@@ -1,0 +1,190 @@
+"""What goes into the engine and what comes out of it: `SamplingParams`, `Request`, `RequestOutput`.
+
+Every face (library, CLI, server) builds these; every field is checked here, at the border, so that the rooms behind
+it may trust them.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from jaxserve.errors import InvalidRequestError
+
+MAX_STOP_STRINGS = 64
+MAX_STOP_LENGTH = 1024  # characters
+
+
+def _require(ok: bool, name: str, value: object, limit: str) -> None:
+    if not ok:
+        raise InvalidRequestError(f"{name} must be {limit}, got {value!r}", param=name)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _require_real(name: str, value: object) -> None:
+    is_real = isinstance(value, int | float) and not isinstance(value, bool)
+    _require(is_real and math.isfinite(value), name, value, "a finite number")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one request is decoded; names and meanings as in vLLM and the OpenAI API.
+
+    Args:
+        max_tokens: most tokens to generate; None = up to the context length. A budget that would pass the context
+            (or the whole page pool) is clamped and the request then ends with finish_reason "length".
+        temperature: 0 = greedy (top_k, top_p, min_p and seed are then ignored).
+        top_k: keep the k most likely tokens; 0 or -1 = all.
+        top_p: keep the smallest set whose probability reaches top_p; in (0, 1].
+        min_p: drop tokens less likely than min_p times the most likely one; in [0, 1].
+        seed: makes the draws a function of (seed, output position) alone; 64 bits, negative values wrap
+            (-1 is 2**64 - 1). None = derived from the engine's seed and the request's index.
+        stop: strings that end the text; never part of it unless include_stop_str_in_output.
+        stop_token_ids: ids that end the request besides the end set; never switched off by ignore_eos.
+        ignore_eos: do not stop at the model's end set.
+        logprobs: None or False = none; True, 0 or 1 = the chosen token's natural-log probability per output token.
+        skip_special_tokens: leave special tokens out of the text.
+
+    Raises:
+        InvalidRequestError: a field has the wrong type or lies outside its range; `param` names it.
+    """
+
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | bool | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None:
+            _require(
+                _is_int(self.max_tokens) and self.max_tokens >= 0,
+                "max_tokens",
+                self.max_tokens,
+                "an integer >= 0",
+            )
+        _require_real("temperature", self.temperature)
+        _require(self.temperature >= 0, "temperature", self.temperature, ">= 0")
+        _require(
+            _is_int(self.top_k) and -1 <= self.top_k < 2**31,
+            "top_k",
+            self.top_k,
+            "an integer in [-1, 2**31)",
+        )
+        _require_real("top_p", self.top_p)
+        _require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
+        _require_real("min_p", self.min_p)
+        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")
+        if self.seed is not None:
+            _require(
+                _is_int(self.seed) and -(2**63) <= self.seed < 2**64,
+                "seed",
+                self.seed,
+                "an integer in [-2**63, 2**64)",
+            )
+        self._check_stops()
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "a boolean")
+        chosen_only = self.logprobs is None or isinstance(self.logprobs, bool)
+        _require(
+            chosen_only or (_is_int(self.logprobs) and 0 <= self.logprobs <= 1),
+            "logprobs",
+            self.logprobs,
+            "true, false, 0 or 1 (the chosen token's logprob)",
+        )
+
+    def _check_stops(self) -> None:
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop
+        _require(
+            isinstance(stops, list | tuple) and all(isinstance(s, str) for s in stops),
+            "stop",
+            self.stop,
+            "a string or a list of strings",
+        )
+        _require(len(stops) <= MAX_STOP_STRINGS, "stop", self.stop, f"{MAX_STOP_STRINGS} strings or fewer")
+        _require(
+            all(0 < len(s) <= MAX_STOP_LENGTH for s in stops),
+            "stop",
+            self.stop,
+            f"strings of 1 to {MAX_STOP_LENGTH} characters",
+        )
+        object.__setattr__(self, "stop", tuple(stops))
+        ids = self.stop_token_ids
+        _require(
+            isinstance(ids, list | tuple) and all(_is_int(i) and i >= 0 for i in ids),
+            "stop_token_ids",
+            ids,
+            "a list of token ids",
+        )
+        object.__setattr__(self, "stop_token_ids", tuple(ids))
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the chosen token's logprob is returned (0 asks for it too)."""
+        return self.logprobs is not None and self.logprobs is not False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One prompt on its way into the engine.
+
+    Args:
+        id: unique among the requests in flight.
+        prompt_token_ids: i32 ids, at least one; checked against vocabulary and limits by `Engine.add`.
+        sampling_params: how to decode it.
+    """
+
+    id: str
+    prompt_token_ids: Sequence[int]
+    sampling_params: SamplingParams = field(default_factory=SamplingParams)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionOutput:
+    """One sequence's output. From `Engine.step` it is what came since the last step; from `LLM.generate` it is whole.
+
+    Args:
+        index: which of the request's sequences (0 today).
+        text: released text; empty when the request runs without a tokenizer.
+        token_ids: released ids, cut where the text is cut; an end-of-sequence id is kept as the last one.
+        logprobs: f32 natural logs, one per id, or None when not asked for.
+        finish_reason: None while running; "stop", "length" or "abort" at the end.
+        stop_reason: the stop string or stop token id that ended it, None for the end set and other endings.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[float] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestOutput:
+    """What a request has produced; `finished` when every one of its sequences has a finish_reason.
+
+    Args:
+        request_id: the id of the `Request`.
+        outputs: one `CompletionOutput` per sequence.
+        num_prompt_tokens: length of the prompt.
+        num_cached_tokens: prompt tokens whose KV came from a prefix hit.
+    """
+
+    request_id: str
+    outputs: list[CompletionOutput]
+    num_prompt_tokens: int
+    num_cached_tokens: int
+
+    @property
+    def finished(self) -> bool:
+        return all(output.finish_reason is not None for output in self.outputs)

@@ -1,0 +1,167 @@
+"""The arrays of one step, as numpy: what goes to the device (`DeviceBatch`) and what comes back (`SampledTokens`).
+
+`build_batch` turns a plan into arrays; the executor sends them. Every batch is made of fresh arrays that are made
+read-only here: on CPU jax may use a numpy buffer in place, so an array changed after `submit` would change the running
+step. Writing to a submitted batch raises instead.
+"""
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jaxserve.schedule.buckets import Bucket, Buckets
+
+if TYPE_CHECKING:
+    from jaxserve.schedule.plan import StepPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceBatch:
+    """One step's inputs. T, R from the bucket; S = max_num_seqs; P = pages a sequence; all padded with zeros.
+
+    Rows (sequences) are ordered by num_scheduled_tokens; the tokens of a row are contiguous and rows follow each
+    other, so `cu_q_lens` gives each row's range of tokens.
+    """
+
+    bucket: Bucket
+    num_rows: int  # live logit rows; the rest of R is padding
+    # what the model reads
+    token_ids: np.ndarray  # i32[T]
+    positions: np.ndarray  # i32[T]
+    page_table: np.ndarray  # i32[S * P]
+    kv_lens: np.ndarray  # i32[S]      context length including this step's tokens
+    kv_starts: np.ndarray  # i32[S]    absolute position of the row's first page: 0 without a sliding window
+    cu_q_lens: np.ndarray  # i32[S + 1] padded rows repeat the last value
+    ranges: np.ndarray  # i32[3]       rows with one token, end of rows with a fixed chunk (the same), rows in all
+    logit_rows: np.ndarray  # i32[S]   token index of each logit row
+    # what the sampler reads, per logit row
+    temperature: np.ndarray  # f32[R]  0 = greedy
+    top_k: np.ndarray  # i32[R]        0 = all
+    top_p: np.ndarray  # f32[R]
+    min_p: np.ndarray  # f32[R]
+    seeds: np.ndarray  # u32[R, 2]     high and low word
+    output_positions: np.ndarray  # i32[R]  how many output tokens the sequence has already
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, np.ndarray):
+                value.flags.writeable = False
+
+    @classmethod
+    def padding(
+        cls, bucket: Bucket, buckets: Buckets, max_pages: int, *, num_rows: int
+    ) -> "DeviceBatch":
+        """A batch of padding alone, in a bucket's shapes: for compiling and for warming up.
+
+        Args:
+            bucket: T and R.
+            buckets: gives S.
+            max_pages: P.
+            num_rows: logit rows to count as live; their tokens mean nothing.
+        """
+        max_seqs = buckets.max_num_seqs
+        return cls(
+            bucket=bucket,
+            num_rows=num_rows,
+            token_ids=np.zeros(bucket.num_tokens, np.int32),
+            positions=np.zeros(bucket.num_tokens, np.int32),
+            page_table=np.zeros(max_seqs * max_pages, np.int32),
+            kv_lens=np.zeros(max_seqs, np.int32),
+            kv_starts=np.zeros(max_seqs, np.int32),
+            cu_q_lens=np.zeros(max_seqs + 1, np.int32),
+            ranges=np.zeros(3, np.int32),
+            logit_rows=np.zeros(max_seqs, np.int32),
+            **_sampling_arrays([], bucket.num_rows),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledTokens:
+    """What a step sampled: one row per slice that samples, in plan order; M = 1 token today.
+
+    Args:
+        token_ids: i32[S, M].
+        num_tokens: i32[S], how many of the M are there.
+        logprobs: f32[S, M], natural log of each token's probability under the raw logits.
+    """
+
+    token_ids: np.ndarray
+    num_tokens: np.ndarray
+    logprobs: np.ndarray
+
+
+def build_batch(plan: "StepPlan", buckets: Buckets) -> DeviceBatch:
+    """Fills the arrays of a plan's bucket.
+
+    Args:
+        plan: slices in kernel order, pages taken.
+        buckets: gives S.
+
+    Returns:
+        A `DeviceBatch` of fresh, read-only arrays.
+    """
+    max_seqs = buckets.max_num_seqs
+    num_seqs = len(plan.slices)
+    token_ids = np.zeros(plan.bucket.num_tokens, np.int32)
+    positions = np.zeros(plan.bucket.num_tokens, np.int32)
+    max_pages = len(plan.slices[0].seq.page_table.row)
+    page_table = np.zeros((max_seqs, max_pages), np.int32)
+    kv_lens = np.zeros(max_seqs, np.int32)
+    cu_q_lens = np.zeros(max_seqs + 1, np.int32)
+    logit_rows = np.zeros(max_seqs, np.int32)
+    end = 0
+    sampling = []
+    for row, one in enumerate(plan.slices):
+        begin, end = end, end + one.num_tokens
+        stop = one.start + one.num_tokens
+        token_ids[begin:end] = one.seq.token_ids[one.start : stop]
+        positions[begin:end] = range(one.start, stop)
+        page_table[row] = one.seq.page_table.row
+        kv_lens[row] = stop
+        cu_q_lens[row + 1] = end
+        if one.num_samples:
+            logit_rows[len(sampling)] = end - 1
+            sampling.append(one.seq)
+    cu_q_lens[num_seqs + 1 :] = end
+    num_single = sum(one.num_tokens == 1 for one in plan.slices)
+    return DeviceBatch(
+        bucket=plan.bucket,
+        num_rows=len(sampling),
+        token_ids=token_ids,
+        positions=positions,
+        page_table=page_table.reshape(-1),
+        kv_lens=kv_lens,
+        kv_starts=np.zeros(max_seqs, np.int32),
+        cu_q_lens=cu_q_lens,
+        ranges=np.array([num_single, num_single, num_seqs], np.int32),
+        logit_rows=logit_rows,
+        **_sampling_arrays(sampling, plan.bucket.num_rows),
+    )
+
+
+def _sampling_arrays(seqs: list, num_rows: int) -> dict[str, np.ndarray]:
+    params = [seq.request.sampling_params for seq in seqs]
+
+    def column(values: list, dtype: type, fill: float) -> np.ndarray:
+        array = np.full(num_rows, fill, dtype)
+        array[: len(values)] = values
+        return array
+
+    seeds = np.zeros((num_rows, 2), np.uint32)
+    for row, seq in enumerate(seqs):
+        seeds[row] = seq.seed >> 32, seq.seed & 0xFFFFFFFF
+    return {
+        "temperature": column([_f32_temperature(p.temperature) for p in params], np.float32, 0.0),
+        "top_k": column([max(p.top_k, 0) for p in params], np.int32, 0),
+        "top_p": column([p.top_p for p in params], np.float32, 1.0),
+        "min_p": column([p.min_p for p in params], np.float32, 0.0),
+        "seeds": seeds,
+        "output_positions": column([seq.num_output_tokens for seq in seqs], np.int32, 0),
+    }
+
+
+def _f32_temperature(temperature: float) -> float:
+    """Below 1e-30 the logits' differences overflow float32 and only the argmax is left: greedy. 1e30 is uniform."""
+    return 0.0 if temperature < 1e-30 else min(temperature, 1e30)

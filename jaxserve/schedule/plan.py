@@ -1,0 +1,44 @@
+"""What one step will do: a named plan between the scheduler, which decides, and the batch, which is sent."""
+
+from dataclasses import dataclass
+
+from jaxserve.schedule.buckets import Bucket
+from jaxserve.schedule.sequence import Sequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduledSlice:
+    """A run of one sequence's tokens to compute in this step.
+
+    Args:
+        seq: the sequence; its pages already hold `start + num_tokens` tokens.
+        start: first position computed, equal to seq.num_computed_tokens.
+        num_tokens: positions computed; 1 is what people call decode, more is a chunk.
+        num_samples: tokens sampled at the end of the slice: 1 if it reaches the last known token, else 0.
+    """
+
+    seq: Sequence
+    start: int
+    num_tokens: int
+    num_samples: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """One step.
+
+    Args:
+        slices: ordered as the kernels want their rows: by num_tokens, then by context length.
+        bucket: the compiled shapes it runs in.
+    """
+
+    slices: tuple[ScheduledSlice, ...]
+    bucket: Bucket
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(s.num_tokens for s in self.slices)
+
+    @property
+    def num_padding_tokens(self) -> int:
+        return self.bucket.num_tokens - self.num_tokens

@@ -1,0 +1,178 @@
+"""From chat messages to the text a model was trained on: `ChatTemplate`. Used by `text.tokenizer`.
+
+The template is Jinja source out of the checkpoint, run as Hugging Face runs it (same block
+trimming, `tojson`, `raise_exception`, `strftime_now`, `generation` tag, plain Undefined), but in a
+sandbox with limits (`text.template_sandbox`).
+
+Invariant: whatever messages and template do, `render` returns a text or raises
+    `InvalidRequestError` with param
+"messages", within about `MAX_RENDER_S` seconds. A missing or broken template makes chat fail, not
+text completion.
+"""
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, NoReturn
+
+import jinja2
+
+from jaxserve.errors import InvalidRequestError
+from jaxserve.text.template_sandbox import BoundedEnvironment, Budget
+
+MAX_RENDER_S = 2.0
+MAX_RENDER_CHARS = 8 * 2**20
+_MAX_DEPTH = 32
+# All that an expression of a template can raise on odd values; Jinja passes these on as they are.
+_RENDER_ERRORS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise InvalidRequestError(message, param="messages")
+
+
+class ChatTemplate:
+    """One checkpoint's chat template.
+
+    Args:
+        source: Jinja source, or None: then every chat is refused.
+        special_tokens: name -> text of the tokens the template may write (`bos_token`, ...).
+    """
+
+    def __init__(self, source: str | None, *, special_tokens: Mapping[str, str]) -> None:
+        self.source = source
+        self._special_tokens = dict(special_tokens)
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+    ) -> str:
+        """The prompt text of a conversation.
+
+        Args:
+            messages: objects with a string `role` and a `content`: a string, or parts
+                {"type": "text", "text": ...}, which are joined in order with nothing between them.
+                An assistant message may have no content. Other fields reach the template as they
+                are; null ones and an empty `tool_calls` count as absent.
+            add_generation_prompt: end with the header of an assistant message.
+
+        Raises:
+            InvalidRequestError: no template, malformed messages, or the template refused them (its
+                own words are in the message), failed, or ran too long; param "messages".
+        """
+        if self.source is None:
+            _refuse("messages cannot be used: this checkpoint has no chat template; use prompt")
+        plain = check_messages(messages)
+        variables = {
+            **self._special_tokens,
+            "messages": plain,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            environment, template = self._compiled
+            budget = Budget(max_seconds=MAX_RENDER_S, max_chars=MAX_RENDER_CHARS)
+            return environment.render(template, budget, **variables)
+        except _RENDER_ERRORS as error:
+            what = str(error) or type(error).__name__
+            raise InvalidRequestError(
+                f"messages were refused by the chat template: {what}", param="messages"
+            ) from error
+
+    @cached_property
+    def _compiled(self) -> tuple[BoundedEnvironment, jinja2.Template]:
+        environment = BoundedEnvironment()
+        environment.filters["tojson"] = environment.guarded("tojson", _to_json)
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        return environment, environment.from_string(self.source or "")
+
+
+def check_messages(messages: object) -> list[dict[str, Any]]:
+    """A conversation as plain data, with every content a string.
+
+    Args:
+        messages: what the user sent; see `ChatTemplate.render`.
+
+    Returns:
+        New dicts; the user's are not kept.
+
+    Raises:
+        InvalidRequestError: names the message and the field at fault; param "messages".
+    """
+    if not isinstance(messages, list | tuple):
+        _refuse(f"messages must be a list of messages, got {type(messages).__name__}")
+    if not messages:
+        _refuse("messages must hold at least one message, got an empty list")
+    return [_check_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _check_message(message: object, where: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        _refuse(f"{where} must be an object with role and content, got {message!r:.200}")
+    plain = {key: value for key, value in _plain(message, where).items() if value is not None}
+    role = plain.get("role")
+    if not isinstance(role, str):
+        _refuse(f"{where}.role must be a string, got {role!r:.200}")
+    if plain.get("tool_calls") == []:
+        del plain["tool_calls"]
+    content = plain.get("content", "" if role == "assistant" else None)
+    if isinstance(content, list):
+        content = "".join(_check_part(p, f"{where}.content[{i}]") for i, p in enumerate(content))
+    if not isinstance(content, str):
+        _refuse(f"{where}.content must be a string or a list of text parts, got {content!r:.200}")
+    return {**plain, "content": content}
+
+
+def _check_part(part: object, where: str) -> str:
+    if not isinstance(part, dict) or part.get("type") != "text":
+        _refuse(f'{where} must be {{"type": "text", "text": ...}}, got {part!r:.200}')
+    if not isinstance(part.get("text"), str):
+        _refuse(f"{where}.text must be a string, got {part.get('text')!r:.200}")
+    return part["text"]
+
+
+def _plain(value: Any, where: str, depth: int = 0) -> Any:
+    """A copy made of JSON types alone, so that a template meets no object with methods of its own."""
+    if depth > _MAX_DEPTH:
+        _refuse(f"{where} must be nested at most {_MAX_DEPTH} deep")
+    if value is None or type(value) in (str, bool, int, float):
+        return value
+    if isinstance(value, Mapping):
+        if not all(type(key) is str for key in value):
+            _refuse(f"{where} must have strings as keys, got {list(value)!r:.200}")
+        return {key: _plain(item, where, depth + 1) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, where, depth + 1) for item in value]
+    _refuse(f"{where} must be made of JSON values, got {type(value).__name__}")
+
+
+def _raise_exception(message: object) -> NoReturn:
+    raise jinja2.TemplateError(str(message))
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.datetime.now().strftime(pattern)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON without the HTML escapes of Jinja's own filter."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )

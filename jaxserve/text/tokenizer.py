@@ -1,0 +1,329 @@
+"""Text to token ids and back, as Hugging Face tokenizers do it: `Tokenizer`. Used by `llm`, `cli`
+and `text.watcher`.
+
+It wraps the `tokenizers` library alone; what `transformers` adds on top of it when it loads the
+same files is done here: special tokens that only the config names are added, truncation and padding
+stored in the file are switched off, and whether a BOS is added is decided by the post-processor of
+tokenizer.json (add_bos_token in tokenizer_config.json has no say where a tokenizer.json exists, as
+in transformers 5).
+
+Invariant: one `Tokenizer` is shared by all requests and threads, and never changes after it is
+    made.
+"""
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from jaxserve.errors import CheckpointError, InvalidRequestError
+from jaxserve.text.chat_template import ChatTemplate
+from jaxserve.text.detokenizer import IncrementalDetokenizer
+
+_ADDED_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+# The clean-up of English WordPiece texts, in this order. Source: transformers,
+# clean_up_tokenization.
+_CLEAN_UPS = (
+    (" .", "."),
+    (" ?", "?"),
+    (" !", "!"),
+    (" ,", ","),
+    (" ' ", "'"),
+    (" n't", "n't"),
+    (" 'm", "'m"),
+    (" 's", "'s"),
+    (" 've", "'ve"),
+    (" 're", "'re"),
+)
+# Each of the ten steps looks at most three characters ahead, so no id changes text further back
+# than this.
+_MAX_CLEAN_UP_REACH = 32
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer and chat template.
+
+    Args:
+        tokenizer_json: the text of tokenizer.json.
+        tokenizer_config: the object of tokenizer_config.json; {} if there is none.
+        chat_template: Jinja source, or None = the one in `tokenizer_config`, if any.
+
+    Raises:
+        CheckpointError: the files are not a tokenizer.
+    """
+
+    def __init__(
+        self,
+        tokenizer_json: str,
+        tokenizer_config: Mapping[str, Any],
+        chat_template: str | None = None,
+    ) -> None:
+        self._tokenizer = _load(tokenizer_json)
+        self._special_tokens = _special_tokens(tokenizer_config)
+        _add_config_tokens(self._tokenizer, tokenizer_config, self._special_tokens)
+        self._special_ids = frozenset(
+            token_id
+            for token_id, token in self._tokenizer.get_added_tokens_decoder().items()
+            if token.special
+        )
+        self._byte_ids = _byte_fallback_ids(self._tokenizer)
+        # Destructive for BPE, so transformers 5 ignores the setting there; so do we.
+        self._cleans_up = bool(
+            tokenizer_config.get("clean_up_tokenization_spaces")
+        ) and not isinstance(self._tokenizer.model, tokenizers.models.BPE)
+        self._template = ChatTemplate(
+            _default_template(tokenizer_config) if chat_template is None else chat_template,
+            special_tokens=self._special_tokens,
+        )
+
+    @classmethod
+    def from_directory(cls, path: str | Path) -> "Tokenizer":
+        """Read tokenizer.json, tokenizer_config.json and chat_template.jinja (which beats the one
+        in the config).
+
+        Args:
+            path: a checkpoint directory; only tokenizer.json must be there.
+
+        Raises:
+            CheckpointError: a file is missing or broken; the message names it.
+        """
+        directory = Path(path)
+        source = _read(directory / "tokenizer.json")
+        if source is None:
+            raise CheckpointError(
+                f"{directory / 'tokenizer.json'}: no such file; a checkpoint needs one to work with text"
+            )
+        config = _read_object(directory / "tokenizer_config.json")
+        if "added_tokens_decoder" not in config:  # files of old versions keep the names apart
+            config |= _read_object(directory / "special_tokens_map.json")
+        try:
+            return cls(source, config, _read(directory / "chat_template.jinja"))
+        except CheckpointError as error:
+            raise CheckpointError(f"{directory}: {error}") from error
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included; a model's vocabulary may be padded beyond it."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The id of the tokenizer's eos token, as a tuple; empty if it has none. A model may have
+        more end ids.
+        """
+        eos_id = self._token_id("eos_token")
+        return () if eos_id is None else (eos_id,)
+
+    @property
+    def bos_token(self) -> str | None:
+        """The text of the beginning-of-sequence token, if the tokenizer names one."""
+        return self._special_tokens.get("bos_token")
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """The id of `bos_token`."""
+        return self._token_id("bos_token")
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `render_chat` and `encode_chat` can work at all."""
+        return self._template.source is not None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text.
+
+        Args:
+            text: any text; special tokens written in it become their ids, as in transformers.
+            add_special_tokens: let the post-processor add its own (a BOS, usually).
+
+        Raises:
+            InvalidRequestError: not a string, or not valid Unicode (a lone surrogate); param
+                "prompt".
+        """
+        return self._encode(text, add_special_tokens=add_special_tokens, param="prompt")
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids; ids outside the vocabulary give none, bytes that are no character give
+        U+FFFD.
+        """
+        text = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        if self._cleans_up:
+            for old, new in _CLEAN_UPS:
+                text = text.replace(old, new)
+        return text
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+    ) -> str:
+        """The chat template's text for a conversation; see `ChatTemplate.render`."""
+        return self._template.render(messages, add_generation_prompt=add_generation_prompt)
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Token ids of a rendered conversation. A template writes its own BOS, so none is added.
+
+        Raises:
+            InvalidRequestError: the messages are malformed or the template refused them; param
+                "messages".
+        """
+        text = self.render_chat(messages, add_generation_prompt)
+        return self._encode(text, add_special_tokens=False, param="messages")
+
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
+        """A fresh incremental decoder; its joined text is `decode(ids, skip_special_tokens)`."""
+
+        def is_skipped(token_id: int) -> bool:
+            if skip_special_tokens and token_id in self._special_ids:
+                return True
+            return self._tokenizer.id_to_token(token_id) is None
+
+        return IncrementalDetokenizer(
+            lambda ids: self.decode(ids, skip_special_tokens),
+            is_skipped=is_skipped,
+            is_byte=self._byte_ids.__contains__,
+            num_unstable_chars=_MAX_CLEAN_UP_REACH if self._cleans_up else 0,
+        )
+
+    def _encode(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
+        if not isinstance(text, str):
+            raise InvalidRequestError(
+                f"{param} must be a string, got {type(text).__name__}", param=param
+            )
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(
+                f"{param} must be valid Unicode text, got the lone surrogate "
+                f"{text[error.start]!r} at character {error.start}",
+                param=param,
+            ) from error
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def _token_id(self, name: str) -> int | None:
+        token = self._special_tokens.get(name)
+        return None if token is None else self._tokenizer.token_to_id(token)
+
+
+def _load(tokenizer_json: str) -> tokenizers.Tokenizer:
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
+    except Exception as error:
+        raise CheckpointError(f"tokenizer.json: not a tokenizer: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    text = _read(path)
+    if text is None:
+        return {}
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{path}: not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def _content(value: object) -> str | None:
+    """The text of a token that is written as a string or as an object with `content`."""
+    if isinstance(value, Mapping):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Names and texts of the special tokens a config names: `bos_token` and the like, custom
+    `*_token` too.
+    """
+    tokens = {
+        name: _content(value)
+        for name, value in config.items()
+        if name.endswith("_token") and not name.startswith("add_")
+    }
+    return {name: token for name, token in tokens.items() if token is not None}
+
+
+def _add_config_tokens(
+    tokenizer: tokenizers.Tokenizer, config: Mapping[str, Any], special_tokens: Mapping[str, str]
+) -> None:
+    """Add the tokens that tokenizer_config.json knows and tokenizer.json lacks, named ones as
+    special.
+    """
+    present = list(tokenizer.get_added_tokens_decoder().values())
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    values = list(extra.values()) if isinstance(extra, Mapping) else list(extra)
+    named = dict.fromkeys([*special_tokens.values(), *filter(None, map(_content, values))])
+    # A token listed with other flags than it has in tokenizer.json takes the listed flags.
+    flags_known = {repr(token) for token in present}
+    listed = [token for token in _listed_tokens(config, named) if repr(token) not in flags_known]
+    contents = {token.content for token in [*present, *listed]}
+    missing = [
+        tokenizers.AddedToken(name, special=True, normalized=False)
+        for name in named
+        if name not in contents
+    ]
+    tokenizer.add_tokens(listed + missing)
+
+
+def _listed_tokens(
+    config: Mapping[str, Any], named: Collection[str]
+) -> list[tokenizers.AddedToken]:
+    """The added_tokens_decoder of tokenizer_config.json, by rising id."""
+    listed = config.get("added_tokens_decoder") or {}
+    if not isinstance(listed, Mapping) or not all(str(key).isdigit() for key in listed):
+        raise CheckpointError(
+            f"tokenizer_config.json: added_tokens_decoder must map ids to tokens, found {listed!r}"
+        )
+    tokens = []
+    for key, entry in sorted(listed.items(), key=lambda item: int(item[0])):
+        content = _content(entry)
+        if content is None or not isinstance(entry, Mapping):
+            raise CheckpointError(
+                f"tokenizer_config.json: added_tokens_decoder[{key}] must be an object with a "
+                f"string content, found {entry!r}"
+            )
+        flags = {name: bool(entry[name]) for name in _ADDED_TOKEN_FLAGS if name in entry}
+        flags["special"] = flags.get("special", False) or content in named
+        tokens.append(tokenizers.AddedToken(content, **flags))
+    return tokens
+
+
+def _byte_fallback_ids(tokenizer: tokenizers.Tokenizer) -> frozenset[int]:
+    """Ids of the <0x00> .. <0xFF> tokens, if the decoder turns them into bytes."""
+    decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
+    parts = decoder.get("decoders", [decoder])
+    if not any(part.get("type") == "ByteFallback" for part in parts):
+        return frozenset()
+    names = [f"<0x{byte:{spec}}>" for byte in range(256) for spec in ("02X", "02x")]
+    ids = (tokenizer.token_to_id(name) for name in names)
+    return frozenset(token_id for token_id in ids if token_id is not None)
+
+
+def _default_template(config: Mapping[str, Any]) -> str | None:
+    """The chat template of a tokenizer_config.json: one text, or a list of named ones ("default" is
+    taken).
+    """
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = [entry for entry in template if isinstance(entry, Mapping)]
+        template = next((e.get("template") for e in named if e.get("name") == "default"), None)
+    if template is not None and not isinstance(template, str):
+        raise CheckpointError(
+            f"tokenizer_config.json: chat_template must be a string, found {type(template).__name__}"
+        )
+    return template

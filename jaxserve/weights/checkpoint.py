@@ -1,0 +1,82 @@
+"""`Checkpoint`: an opened model on disk, whatever its format; and `TensorSource`, what a format has to offer.
+
+Made by `loader.open_checkpoint`. Opening reads headers and metadata only; tensors are mapped or dequantised one at a time.
+
+Invariant: tensors carry Hugging Face names and orientation ([out, in] for a projection), whatever the file holds.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxserve.model_config import ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorInfo:
+    """What a file's header says about one tensor.
+
+    Args:
+        name: Hugging Face name.
+        file: the file that holds it.
+        dtype: the format's own word for the element type ("BF16", "Q4_1").
+        shape: Hugging Face orientation.
+        readable: whether `TensorSource.read` can turn this dtype into floats.
+    """
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    readable: bool
+
+
+class TensorSource(Protocol):
+    """The tensors of one checkpoint."""
+
+    @property
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """Every stored tensor by name, from the headers alone."""
+        ...
+
+    @property
+    def readable_dtypes(self) -> str:
+        """The dtypes that can be read, for messages."""
+        ...
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor: f32, f16 or bf16. May be a read-only view of the mapped file."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A model on disk.
+
+    Args:
+        path: the directory or file.
+        config: shapes and constants, as the files state them (see `load_params` for a head that differs).
+        source: the tensors.
+        tokenizer_json: text of tokenizer.json, or None when there is none.
+        tokenizer_config: tokenizer_config.json, or its equivalent from GGUF metadata; {} when there is none.
+        generation_config: generation_config.json, or its equivalent from GGUF metadata; {} when there is none.
+        chat_template: chat_template.jinja, else the template of tokenizer_config, else None.
+        hf_config: config.json, or its equivalent from GGUF metadata.
+    """
+
+    path: Path
+    config: ModelConfig
+    source: TensorSource
+    tokenizer_json: str | None = None
+    tokenizer_config: dict[str, Any] = field(default_factory=dict)
+    generation_config: dict[str, Any] = field(default_factory=dict)
+    chat_template: str | None = None
+    hf_config: dict[str, Any] = field(default_factory=dict)
+
+    def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Yields (Hugging Face name, array) one at a time; arrays may be read-only views of a mapped file."""
+        for name in self.source.infos:
+            yield name, self.source.read(name)

@@ -1,0 +1,188 @@
+"""The Hugging Face directory: config.json, tokenizer files and *.safetensors, read and written.
+
+`loader.open_checkpoint` reads one; `fetch` and the tests write one. Only data formats are touched: a directory whose
+weights are pickles (.bin, .pt, .pth, .pkl, ...) is refused, because reading one runs code.
+"""
+
+import json
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from jaxserve.errors import CheckpointError
+from jaxserve.model_config import ModelConfig
+from jaxserve.weights.checkpoint import Checkpoint
+from jaxserve.weights.safetensors import INDEX_NAME, find_shards
+
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+_OTHER_SUFFIXES = (".h5", ".msgpack", ".npz", ".onnx", ".gguf")
+_MAX_SHARD_BYTES = 4 << 30
+
+
+def refuse_pickle(path: Path) -> None:
+    """Raises CheckpointError when the file's name says that it is a pickle."""
+    if path.suffix in PICKLE_SUFFIXES:
+        raise CheckpointError(
+            f"{path}: {path.suffix} files are pickles, which run code when read; only .safetensors and .gguf are read"
+        )
+
+
+def is_hf_directory(path: Path) -> bool:
+    """Whether the path is a directory that holds a config.json."""
+    return (path / "config.json").is_file()
+
+
+def open_hf_directory(directory: Path) -> Checkpoint:
+    """Opens a directory: configs and headers are read and checked, weights stay on disk.
+
+    Raises:
+        CheckpointError: no config.json, no safetensors, a damaged file, or a model that is not served.
+    """
+    config_path = directory / "config.json"
+    if not config_path.is_file():
+        raise CheckpointError(f"{directory}: not a checkpoint: it has no config.json")
+    hf_config = _read_object(config_path)
+    generation_path = directory / "generation_config.json"
+    generation_config = _read_object(generation_path) if generation_path.is_file() else {}
+    config = ModelConfig.from_hf(hf_config, generation_config, str(config_path))
+    _check_has_safetensors(directory)
+    tokenizer_path = directory / "tokenizer_config.json"
+    tokenizer_config = _read_object(tokenizer_path) if tokenizer_path.is_file() else {}
+    return Checkpoint(
+        path=directory,
+        config=config,
+        source=find_shards(directory),
+        tokenizer_json=_read_text(directory / "tokenizer.json"),
+        tokenizer_config=tokenizer_config,
+        generation_config=generation_config,
+        chat_template=_chat_template(directory, tokenizer_config),
+        hf_config=hf_config,
+    )
+
+
+def _check_has_safetensors(directory: Path) -> None:
+    if (directory / INDEX_NAME).is_file() or any(directory.glob("*.safetensors")):
+        return
+    files = sorted(path for path in directory.iterdir() if path.is_file())
+    for path in files:
+        refuse_pickle(path)
+    others = [path.name for path in files if path.suffix in _OTHER_SUFFIXES]
+    found = f"; found {', '.join(others)}" if others else ""
+    raise CheckpointError(f"{directory}: not a checkpoint: it has no *.safetensors file{found}")
+
+
+def _read_text(path: Path) -> str | None:
+    if not path.is_file():
+        return None
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path}: not UTF-8 text ({error})") from None
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: must hold a JSON object, found {type(value).__name__}")
+    return value
+
+
+def _chat_template(directory: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
+    template = _read_text(directory / "chat_template.jinja")
+    if template is not None:
+        return template
+    stored = tokenizer_config.get("chat_template")
+    if isinstance(stored, list):
+        # Several named templates (transformers' older form): the one called "default" is for plain chat.
+        named = {t.get("name"): t.get("template") for t in stored if isinstance(t, dict)}
+        stored = named.get("default")
+    if stored is not None and not isinstance(stored, str):
+        raise CheckpointError(
+            f"{directory / 'tokenizer_config.json'}: chat_template must be a string, got {stored!r}"
+        )
+    return stored
+
+
+def write_json(path: Path, value: object) -> None:
+    """Writes JSON the same way every time: indented by 2, UTF-8, a newline at the end."""
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def write_hf_directory(
+    directory: Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, np.ndarray] | Iterable[tuple[str, np.ndarray]],
+    *,
+    tokenizer_json: str | None = None,
+    tokenizer_config: Mapping[str, Any] | None = None,
+    generation_config: Mapping[str, Any] | None = None,
+    chat_template: str | None = None,
+    max_shard_bytes: int = _MAX_SHARD_BYTES,
+) -> None:
+    """Writes a checkpoint that this project and transformers both read.
+
+    Args:
+        directory: made if missing.
+        config: the object of config.json.
+        tensors: Hugging Face names and arrays; streamed, so memory is bounded by one shard.
+        tokenizer_json: text of tokenizer.json.
+        tokenizer_config, generation_config: objects of the files of that name.
+        chat_template: text of chat_template.jinja.
+        max_shard_bytes: a new shard begins when the next tensor would pass this; one shard is called
+            model.safetensors, several get an index.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    write_json(directory / "config.json", config)
+    _write_weights(directory, tensors, max_shard_bytes)
+    if tokenizer_json is not None:
+        (directory / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
+    if tokenizer_config is not None:
+        write_json(directory / "tokenizer_config.json", tokenizer_config)
+    if generation_config is not None:
+        write_json(directory / "generation_config.json", generation_config)
+    if chat_template is not None:
+        (directory / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
+
+
+def _write_weights(
+    directory: Path,
+    tensors: Mapping[str, np.ndarray] | Iterable[tuple[str, np.ndarray]],
+    max_shard_bytes: int,
+) -> None:
+    shards: list[list[str]] = []
+    pending: dict[str, np.ndarray] = {}
+
+    def part(number: int) -> Path:
+        return directory / f"part-{number}.safetensors"
+
+    def flush() -> None:
+        save_file(pending, part(len(shards)), metadata={"format": "pt"})
+        # The library makes the file private to the user; give it the rights that the other files have.
+        shutil.copymode(directory / "config.json", part(len(shards)))
+        shards.append(list(pending))
+        pending.clear()
+
+    total = 0
+    for name, array in tensors.items() if isinstance(tensors, Mapping) else tensors:
+        if pending and sum(a.nbytes for a in pending.values()) + array.nbytes > max_shard_bytes:
+            flush()
+        # The library writes the buffer as it lies: a transposed view would be stored scrambled.
+        pending[name] = np.ascontiguousarray(array)
+        total += array.nbytes
+    flush()
+    if len(shards) == 1:
+        part(0).rename(directory / "model.safetensors")
+        return
+    weight_map = {}
+    for number, names in enumerate(shards):
+        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        part(number).rename(directory / file)
+        weight_map |= dict.fromkeys(names, file)
+    write_json(directory / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})

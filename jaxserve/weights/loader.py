@@ -1,0 +1,197 @@
+"""From a name to parameters: `resolve_model` -> `open_checkpoint` -> `load_params`.
+
+Called by `build.py`, `fetch` and the tests. Everything a header can tell (missing, unknown, wrong shape, wrong dtype)
+is checked before the first weight is read; then tensors stream through one at a time.
+
+Invariant: every parameter of the model is assigned exactly once, from a tensor of the right name, shape and kind.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxserve.errors import CheckpointError
+from jaxserve.model_config import ModelConfig
+from jaxserve.weights import name_maps
+from jaxserve.weights.checkpoint import Checkpoint
+from jaxserve.weights.gguf import open_gguf
+from jaxserve.weights.hf_directory import is_hf_directory, open_hf_directory, refuse_pickle
+from jaxserve.weights.manifest import checkpoint_folders, manifest_names
+from jaxserve.weights.name_maps import ParamSpec
+
+_LOG = logging.getLogger(__name__)
+_COMPARE_ROWS = 4096  # rows of the embedding compared at a time, so that a big head is never held twice
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Opens a Hugging Face directory or a .gguf file; reads metadata and headers only.
+
+    Raises:
+        CheckpointError: neither of the two, damaged, or a model that is not served.
+    """
+    path = Path(path)
+    try:
+        if path.is_dir():
+            return open_hf_directory(path)
+        if not path.exists():
+            raise CheckpointError(f"{path}: no such file or directory")
+        refuse_pickle(path)
+        if path.suffix == ".gguf":
+            return open_gguf(path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})") from None
+    if path.suffix == ".safetensors":
+        raise CheckpointError(f"{path}: give the directory that holds this file and its config.json")
+    raise CheckpointError(f"{path}: expected a checkpoint directory or a .gguf file")
+
+
+def resolve_model(name_or_path: str | Path) -> Path:
+    """Turns what a user typed into a path: a directory, a .gguf file, or a NAME that was fetched.
+
+    A NAME is looked up in ./checkpoints, then in the user's cache. A path that holds a checkpoint wins over a NAME.
+
+    Raises:
+        CheckpointError: nothing found; lists what was tried, and how to fetch a NAME that has a manifest.
+    """
+    text = str(name_or_path)
+    path = Path(name_or_path).expanduser()
+    if not text:
+        raise CheckpointError("model must be a directory, a .gguf file or a name, got ''")
+    if path.is_file() or is_hf_directory(path):
+        return path
+    tried = [path]
+    if not path.is_absolute() and ".." not in path.parts:
+        for folder in checkpoint_folders():
+            candidate = folder / text
+            if is_hf_directory(candidate):
+                return candidate
+            tried.append(candidate)
+    if path.exists():
+        return path  # a directory that is no checkpoint: open_checkpoint says what it lacks
+    message = f"model {text!r} not found; tried {', '.join(str(p) for p in tried)}"
+    if text in manifest_names():
+        message += f"; run: jaxserve fetch {text}"
+    raise CheckpointError(message)
+
+
+def load_params(
+    checkpoint: Checkpoint, dtype: Any, abstract: Mapping[Any, Any] | None = None
+) -> tuple[dict[str, Any], ModelConfig]:
+    """Reads every parameter into host memory.
+
+    A head: with tie_word_embeddings true and no stored lm_head.weight, or one equal to the embedding, the head is
+    the embedding. If the stored head differs it is kept, with a warning, as transformers does. With
+    tie_word_embeddings false it must be there.
+
+    Args:
+        checkpoint: from `open_checkpoint`.
+        dtype: floating dtype of the result (float32, bfloat16, float16), anything numpy takes as a dtype.
+        abstract: optional tree of objects with a `.shape`; the result must match it leaf by leaf.
+
+    Returns:
+        The nested dict of numpy arrays that `model/` takes (kernels are [in, out], layer keys are ints), and the
+        config with the head that was really loaded.
+
+    Raises:
+        CheckpointError: a tensor is missing, unknown, of the wrong shape or of an unreadable dtype.
+    """
+    config = check_tensors(checkpoint)
+    specs = name_maps.param_specs(config)
+    if abstract is not None:
+        _check_tree(abstract, specs)
+    params: dict[Any, Any] = {}
+    for spec in specs:
+        array = checkpoint.source.read(spec.name)
+        array = array.T if spec.transpose else array
+        node = params
+        for key in spec.path[:-1]:
+            node = node.setdefault(key, {})
+        # A copy even where nothing changes: a view of the mapped file would fault if the file were cut under it.
+        node[spec.path[-1]] = np.array(array, dtype=np.dtype(dtype), order="C")
+    return params, config
+
+
+def check_tensors(checkpoint: Checkpoint) -> ModelConfig:
+    """Checks a checkpoint's tensors against its config, by the headers; reads weights only to compare a tied head.
+
+    Returns:
+        The config with the head that `load_params` will load.
+
+    Raises:
+        CheckpointError: a tensor is missing, unknown, of the wrong shape or of an unreadable dtype.
+    """
+    config = _effective_config(checkpoint)
+    specs = name_maps.param_specs(config)
+    for spec in specs:
+        _check_one(checkpoint, spec)
+    known = {spec.name for spec in specs} | ({name_maps.HEAD} if config.tie_word_embeddings else set())
+    for name, info in checkpoint.source.infos.items():
+        if name not in known and not name_maps.is_ignored(name):
+            raise CheckpointError(
+                f"{info.file}: tensor {name!r} ({info.dtype}{list(info.shape)}) belongs to no parameter of a"
+                f" {checkpoint.config.architecture} model with this config"
+            )
+    return config
+
+
+def _effective_config(checkpoint: Checkpoint) -> ModelConfig:
+    """The checkpoint's config, but untied where the file holds a head of its own that differs."""
+    config, infos = checkpoint.config, checkpoint.source.infos
+    if not config.tie_word_embeddings or name_maps.HEAD not in infos:
+        return config
+    untied = dataclasses.replace(config, tie_word_embeddings=False)
+    for spec in name_maps.param_specs(untied):
+        if spec.name in (name_maps.HEAD, name_maps.EMBEDDING):
+            _check_one(checkpoint, spec)
+    head = checkpoint.source.read(name_maps.HEAD)
+    embedding = checkpoint.source.read(name_maps.EMBEDDING)
+    for row in range(0, len(head), _COMPARE_ROWS):
+        rows = slice(row, row + _COMPARE_ROWS)
+        if not np.array_equal(head[rows], embedding[rows]):
+            _LOG.warning(
+                "%s: tie_word_embeddings is true, but the stored %s differs from %s; the stored head is used",
+                checkpoint.path,
+                name_maps.HEAD,
+                name_maps.EMBEDDING,
+            )
+            return untied
+    return config
+
+
+def _check_one(checkpoint: Checkpoint, spec: ParamSpec) -> None:
+    info = checkpoint.source.infos.get(spec.name)
+    if info is None:
+        raise CheckpointError(
+            f"{checkpoint.path}: tensor {spec.name!r} is missing, expected shape {list(spec.shape)}"
+        )
+    if info.shape != spec.shape:
+        raise CheckpointError(
+            f"{info.file}: tensor {spec.name!r}: expected shape {list(spec.shape)}, found {list(info.shape)}"
+        )
+    if not info.readable:
+        raise CheckpointError(
+            f"{info.file}: tensor {spec.name!r}: expected dtype {checkpoint.source.readable_dtypes},"
+            f" found {info.dtype}"
+        )
+
+
+def _check_tree(abstract: Mapping[Any, Any], specs: list[ParamSpec]) -> None:
+    expected = {spec.path: spec.tree_shape for spec in specs}
+    found: dict[tuple[Any, ...], tuple[int, ...]] = {}
+    stack: list[tuple[tuple[Any, ...], Any]] = [((), abstract)]
+    while stack:
+        path, node = stack.pop()
+        if isinstance(node, Mapping):
+            stack += [((*path, key), child) for key, child in node.items()]
+        else:
+            found[path] = tuple(node.shape)
+    for path in expected.keys() | found.keys():
+        if expected.get(path) != found.get(path):
+            name = "/".join(str(key) for key in path)
+            raise CheckpointError(
+                f"parameter {name}: the model expects {found.get(path)}, the checkpoint gives {expected.get(path)}"
+            )

@@ -1,0 +1,111 @@
+"""Which tensor of a checkpoint becomes which parameter: the tables of `weights`, as data.
+
+Read by `loader.py` (Hugging Face names -> the params tree of `model/`) and `gguf.py` (GGUF names -> Hugging Face names).
+
+Invariant: one row per parameter. A checkpoint loads only if its tensors and these rows match one to one.
+"""
+
+import re
+from dataclasses import dataclass
+
+from jaxserve.model_config import ModelConfig
+
+# Buffers that old exporters stored beside the weights; the model computes them itself.
+_IGNORED = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamSpec:
+    """One parameter.
+
+    Args:
+        name: the tensor's name in a Hugging Face checkpoint.
+        path: keys into the params tree; layer keys are ints.
+        shape: as stored, that is [out, in] for a projection.
+        transpose: whether the tree holds it transposed ([in, out]).
+    """
+
+    name: str
+    path: tuple[str | int, ...]
+    shape: tuple[int, ...]
+    transpose: bool = False
+
+    @property
+    def tree_shape(self) -> tuple[int, ...]:
+        """The shape in the params tree."""
+        return self.shape[::-1] if self.transpose else self.shape
+
+
+def param_specs(config: ModelConfig) -> list[ParamSpec]:
+    """Every parameter of the model, in file order; lm_head only where the config's head is untied."""
+    return _PARAM_SPECS[config.architecture](config)
+
+
+def is_ignored(name: str) -> bool:
+    """Whether a stored tensor is known to carry nothing that the model needs."""
+    return _IGNORED.fullmatch(name) is not None
+
+
+def _linear(name: str, path: tuple[str | int, ...], shape: tuple[int, int], bias: bool) -> list[ParamSpec]:
+    specs = [ParamSpec(name=f"{name}.weight", path=(*path, "kernel"), shape=shape, transpose=True)]
+    if bias:
+        specs.append(ParamSpec(name=f"{name}.bias", path=(*path, "bias"), shape=shape[:1]))
+    return specs
+
+
+def _llama(config: ModelConfig) -> list[ParamSpec]:
+    hidden, ffn = config.hidden_size, config.intermediate_size
+    q_dim, kv_dim = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    specs = [ParamSpec(name=EMBEDDING, path=("embed", "embedding"), shape=(config.vocab_size, hidden))]
+    for layer in range(config.num_layers):
+        hf, path = f"model.layers.{layer}", ("layers", layer)
+        for hf_norm, norm in (("input_layernorm", "input_norm"), ("post_attention_layernorm", "post_attn_norm")):
+            specs.append(ParamSpec(name=f"{hf}.{hf_norm}.weight", path=(*path, norm, "scale"), shape=(hidden,)))
+        for part, shape in (
+            ("q", (q_dim, hidden)),
+            ("k", (kv_dim, hidden)),
+            ("v", (kv_dim, hidden)),
+            ("o", (hidden, q_dim)),
+        ):
+            name = f"{hf}.self_attn.{part}_proj"
+            specs += _linear(name, (*path, "attn", part), shape, config.attention_bias)
+        for part, shape in (("gate", (ffn, hidden)), ("up", (ffn, hidden)), ("down", (hidden, ffn))):
+            specs += _linear(f"{hf}.mlp.{part}_proj", (*path, "mlp", part), shape, config.mlp_bias)
+    specs.append(ParamSpec(name="model.norm.weight", path=("norm", "scale"), shape=(hidden,)))
+    if not config.tie_word_embeddings:
+        specs += _linear("lm_head", ("lm_head",), (config.vocab_size, hidden), bias=False)
+    return specs
+
+
+_PARAM_SPECS = {"llama": _llama}
+
+# GGUF module names -> Hugging Face module names; ".weight" and ".bias" are the same in both.
+_GGUF_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_GGUF_BLOCK = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_GGUF_NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
+
+
+def hf_name_of_gguf(name: str) -> str | None:
+    """The Hugging Face name of a GGUF tensor ("blk.0.attn_q.weight"), or None where there is none."""
+    match = _GGUF_NAME.fullmatch(name)
+    if match is None:
+        return None
+    block, module, kind = match.groups()
+    if block is None:
+        return f"{_GGUF_TOP[module]}.{kind}" if module in _GGUF_TOP else None
+    if module not in _GGUF_BLOCK:
+        return None
+    return f"model.layers.{int(block)}.{_GGUF_BLOCK[module]}.{kind}"

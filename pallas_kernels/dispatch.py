@@ -1,0 +1,120 @@
+"""Which implementation serves which platform; the one table of attention backends.
+
+Called by the engine's builder (to choose and report a backend and a page size) and by `api`. Imports no jax: an
+implementation is imported when it is first asked for. Invariant: nothing here falls back in silence; a backend that
+cannot serve raises, naming the option.
+"""
+
+import dataclasses
+import importlib
+from types import ModuleType
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Backend:
+    """One way to compute ragged paged attention.
+
+    Args:
+        name: what `--attention_backend` calls it.
+        module: the module with `attend(...)`; None when this version does not ship it.
+        layout: the physical layout of its pages, a key of `layout.LAYOUTS`.
+        default_page_size: tokens a page when the user leaves the choice to us.
+    """
+
+    name: str
+    module: str | None
+    layout: str
+    default_page_size: int = 64
+
+
+_HERE = "pallas_kernels.ragged_paged_attention"
+
+BACKENDS = {
+    "reference": Backend(name="reference", module=f"{_HERE}.reference", layout="head_major"),
+    "xla": Backend(name="xla", module=f"{_HERE}.xla", layout="head_major"),
+    "cpu": Backend(name="cpu", module=None, layout="head_major"),
+    "gpu": Backend(name="gpu", module=None, layout="head_major"),
+    "tpu": Backend(name="tpu", module=None, layout="head_major"),
+}
+
+AUTO = {"cpu": "xla", "gpu": "xla", "cuda": "xla", "rocm": "xla", "tpu": "xla"}
+
+
+def resolve_backend(requested: str, platform: str) -> str:
+    """The backend that will serve.
+
+    Args:
+        requested: "auto" or a name in BACKENDS.
+        platform: jax's name of the platform: "cpu", "gpu" or "tpu".
+
+    Returns:
+        A name in BACKENDS whose implementation ships. "auto" is "xla" on every platform in this version (the kernels
+        for TPU and GPU do not ship yet); `explain_backend` says so in words.
+
+    Raises:
+        ValueError: an unknown name or platform, or a backend that this version does not ship.
+    """
+    if requested == "auto":
+        if platform not in AUTO:
+            raise ValueError(f"platform={platform!r}: no attention backend; known: {', '.join(AUTO)}")
+        return AUTO[platform]
+    return _backend(requested).name
+
+
+def explain_backend(requested: str, platform: str) -> str:
+    """One line for the log: which backend serves and why. Arguments and errors as `resolve_backend`."""
+    name = resolve_backend(requested, platform)
+    if requested != "auto":
+        return f"attention backend {name} (as asked)"
+    if platform == "cpu":
+        return f"attention backend {name} (auto on {platform})"
+    return f"attention backend {name} (auto on {platform}: this version ships no {platform} kernel)"
+
+
+def implementation(name: str) -> ModuleType:
+    """Import and return the module that serves backend `name`; raises ValueError as `resolve_backend`."""
+    module = _backend(name).module
+    assert module is not None  # _backend refuses what does not ship
+    return importlib.import_module(module)
+
+
+def layout_of(name: str) -> str:
+    """The page layout of backend `name`, a key of `layout.LAYOUTS`; raises ValueError as `resolve_backend`."""
+    return _backend(name).layout
+
+
+def default_page_size(name: str) -> int:
+    """Tokens a page when the user does not say; raises ValueError as `resolve_backend`."""
+    return _backend(name).default_page_size
+
+
+def check_page_size(name: str, page_size: int) -> int:
+    """Return `page_size` if backend `name` serves it.
+
+    Args:
+        name: a backend that ships.
+        page_size: tokens a page.
+
+    Raises:
+        ValueError: not a power of two of at least 4, or an unknown backend.
+    """
+    _backend(name)
+    if page_size < 4 or page_size & (page_size - 1):
+        raise ValueError(
+            f"page_size={page_size}: attention backend {name!r} serves powers of two from 4 up"
+        )
+    return page_size
+
+
+def _backend(name: str) -> Backend:
+    if name not in BACKENDS:
+        raise ValueError(
+            f"attention_backend={name!r}: no such backend; known: auto, {', '.join(BACKENDS)}"
+        )
+    backend = BACKENDS[name]
+    if backend.module is None:
+        raise ValueError(
+            f"attention_backend={name!r}: this version does not ship that kernel; "
+            "--attention_backend=xla serves on every platform"
+        )
+    return backend

@@ -1,0 +1,84 @@
+"""The plain truth: ragged paged attention written down as its definition, token by token.
+
+Called by tests and by `--attention_backend=reference`. It serves every option of the interface and every layout;
+it is slow. Invariant: nothing here is clever.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.ragged_paged_attention import layout
+
+
+def attend(
+    q,
+    k_new,
+    v_new,
+    kv,
+    kv_lens,
+    page_table,
+    kv_starts,
+    cu_q_lens,
+    ranges,
+    k_scale,
+    v_scale,
+    sinks,
+    *,
+    sm_scale,
+    window,
+    soft_cap,
+    return_lse,
+    blocks,
+    interpret,
+):
+    """See `api.ragged_paged_attention`; one token at a time over the whole of its row's table."""
+    del ranges  # which rows hold one token changes nothing here
+    if blocks is not None or interpret is not None:
+        raise NotImplementedError("blocks, interpret: attention backend 'reference' has neither")
+    if k_new is not None:
+        kv = layout.write(
+            kv, k_new, v_new, kv_lens, page_table, kv_starts, cu_q_lens, k_scale, v_scale
+        )
+    num_rows = kv_lens.shape[0]
+    table = page_table.reshape(num_rows, -1)  # i32[S, P]
+    heads, kv_heads, head_dim = q.shape[1], kv.num_kv_heads, kv.head_dim
+    places = layout.token_places(q.shape[0], kv_lens, cu_q_lens)
+
+    def one_token(inputs):
+        query, row, position, live = inputs
+        pages = kv.gather(table[row])  # [P, K, 2, page, D]
+        keys = pages[:, :, 0].swapaxes(1, 2).reshape(-1, kv_heads, head_dim)  # [C, K, D]
+        values = pages[:, :, 1].swapaxes(1, 2).reshape(-1, kv_heads, head_dim)
+        keys = _decode(keys, k_scale)
+        values = _decode(values, v_scale)
+
+        key_position = kv_starts[row] + jnp.arange(keys.shape[0], dtype=jnp.int32)  # i32[C]
+        seen = key_position <= position
+        if window is not None:
+            seen &= key_position > position - window
+        # Unseen slots may hold NaN, and 0 * NaN is NaN: values are masked as well as scores.
+        values = jnp.where(seen[:, None, None], values, 0.0)
+
+        grouped = query.astype(jnp.float32).reshape(kv_heads, heads // kv_heads, head_dim)
+        scores = jnp.einsum("kgd,ckd->kgc", grouped, keys, precision="highest") * sm_scale
+        if soft_cap is not None:
+            scores = soft_cap * jnp.tanh(scores / soft_cap)
+        scores = jnp.where(seen[None, None, :], scores, -jnp.inf).reshape(heads, -1)  # f32[H, C]
+        if sinks is not None:
+            scores = jnp.concatenate([scores, sinks[:, None]], axis=1)
+        lse = jax.nn.logsumexp(scores, axis=1)  # f32[H]
+        weights = jnp.exp(scores - lse[:, None])[:, : keys.shape[0]]
+        weights = weights.reshape(kv_heads, heads // kv_heads, -1)
+        out = jnp.einsum("kgc,ckd->kgd", weights, values, precision="highest")
+        out = out.reshape(heads, head_dim).astype(q.dtype)
+        # A padding token sees whatever row it was given: its result is thrown away, NaN and all.
+        return jnp.where(live, out, jnp.zeros_like(out)), jnp.where(live, lse, 0.0)
+
+    out, lse = jax.lax.map(one_token, (q, places.row, places.position, places.live))
+    return out, kv, (lse if return_lse else None)
+
+
+def _decode(x, scale):
+    """Pool elements [C, K, D] as f32; scale f32[K] or None."""
+    x = x.astype(jnp.float32)
+    return x if scale is None else x * scale[None, :, None]
