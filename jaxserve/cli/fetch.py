@@ -26,7 +26,11 @@ def _define_flags() -> flags.FlagValues:
     flag_values = flags.FlagValues()
     define_general(flag_values)
     flags.DEFINE_string(
-        "dest", None, "Folder to put it in, as DEST/NAME.", flag_values=flag_values, module_name="fetch"
+        "dest",
+        None,
+        "Folder to put it in, as DEST/NAME.",
+        flag_values=flag_values,
+        module_name="fetch",
     )
     return flag_values
 
@@ -55,7 +59,9 @@ def main(argv: Sequence[str]) -> int:
         print(f"{_USAGE}\nnames:\n{_names()}{flag_values.get_help()}")
         return 0
     if not names:
-        raise UsageError(f"give the name of a checkpoint: {', '.join(manifest_names())}, or org/name on the hub")
+        raise UsageError(
+            f"give the name of a checkpoint: {', '.join(manifest_names())}, or org/name on the hub"
+        )
     destination = None if flag_values.dest is None else Path(flag_values.dest).expanduser()
     for name in names:
         fetch(name, destination, report=lambda line: print(line, file=sys.stderr, flush=True))

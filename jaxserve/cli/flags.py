@@ -73,13 +73,22 @@ def define_engine(flag_values: flags.FlagValues) -> None:
     default = EngineConfig()
     group = {"flag_values": flag_values, "module_name": _ENGINE_GROUP}
     flags.DEFINE_string(
-        "model", None, "A checkpoint directory, a .gguf file, or a name `jaxserve fetch` knows.", **group
+        "model",
+        None,
+        "A checkpoint directory, a .gguf file, or a name `jaxserve fetch` knows.",
+        **group,
     )
     flags.DEFINE_enum(
-        "dtype", default.dtype, DTYPES, "Of weights and KV pages; auto = float32 on CPU, else bfloat16.", **group
+        "dtype",
+        default.dtype,
+        DTYPES,
+        "Of weights and KV pages; auto = float32 on CPU, else bfloat16.",
+        **group,
     )
     _define_auto_integer(
-        "max_model_len", "Most tokens of a sequence, prompt and output; auto = the model's limit.", group
+        "max_model_len",
+        "Most tokens of a sequence, prompt and output; auto = the model's limit.",
+        group,
     )
     flags.DEFINE_integer(
         "max_num_seqs", default.scheduler.max_num_seqs, "Most sequences in one step.", **group
@@ -90,7 +99,9 @@ def define_engine(flag_values: flags.FlagValues) -> None:
         "Token budget of one step, decode tokens and prefill chunks together.",
         **group,
     )
-    _define_auto_integer("page_size", "Tokens a page; auto = the attention backend's choice.", group)
+    _define_auto_integer(
+        "page_size", "Tokens a page; auto = the attention backend's choice.", group
+    )
     _define_auto_integer("num_pages", "Pages in the pool; beats --kv_cache_gib.", group)
     flags.DEFINE_float(
         "kv_cache_gib", None, "Size of the page pool, GiB; beats --memory_utilization.", **group
@@ -105,7 +116,10 @@ def define_engine(flag_values: flags.FlagValues) -> None:
         "attention_backend", default.attention_backend, "A backend's name, or auto.", **group
     )
     flags.DEFINE_integer(
-        "seed", default.seed, "Draws of a line without a seed follow from this and the line's index.", **group
+        "seed",
+        default.seed,
+        "Draws of a line without a seed follow from this and the line's index.",
+        **group,
     )
     flags.DEFINE_string(
         "compilation_cache_dir",
@@ -124,11 +138,16 @@ def define_sampling(flag_values: flags.FlagValues) -> None:
     default = SamplingParams()
     group = {"flag_values": flag_values, "module_name": _SAMPLING_GROUP}
     flags.DEFINE_integer(
-        "max_tokens", default.max_tokens, "Most tokens to generate; unset = up to the context.", **group
+        "max_tokens",
+        default.max_tokens,
+        "Most tokens to generate; unset = up to the context.",
+        **group,
     )
     flags.DEFINE_float("temperature", default.temperature, "0 = greedy.", **group)
     flags.DEFINE_integer("top_k", default.top_k, "Keep the k most likely tokens; 0 = all.", **group)
-    flags.DEFINE_float("top_p", default.top_p, "Keep the likeliest tokens up to this mass.", **group)
+    flags.DEFINE_float(
+        "top_p", default.top_p, "Keep the likeliest tokens up to this mass.", **group
+    )
     flags.DEFINE_float(
         "min_p", default.min_p, "Drop tokens less likely than this times the best.", **group
     )

@@ -63,7 +63,9 @@ def _refuse(name: str) -> int:
     close = difflib.get_close_matches(name, COMMANDS, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
     kind = "flag" if name.startswith("-") else "command"
-    print(f"jaxserve: unknown {kind} {name!r}; {hint}commands: {', '.join(COMMANDS)}", file=sys.stderr)
+    print(
+        f"jaxserve: unknown {kind} {name!r}; {hint}commands: {', '.join(COMMANDS)}", file=sys.stderr
+    )
     return EXIT_COULD_NOT_RUN
 
 

@@ -44,7 +44,9 @@ class ProgressBar(NoProgress):
         self._bar = RichBar(
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("lines  {task.fields[rate]:.1f} tokens/s  {task.fields[pages]} pages in use"),
+            TextColumn(
+                "lines  {task.fields[rate]:.1f} tokens/s  {task.fields[pages]} pages in use"
+            ),
             TimeElapsedColumn(),
             console=Console(stderr=True),
             redirect_stdout=False,
@@ -76,4 +78,6 @@ class ProgressBar(NoProgress):
 def make_progress(total: int | None, num_done: int, *, prints_text: bool) -> NoProgress:
     """A bar if stderr is a terminal and no generated text runs over the same screen."""
     text_on_screen = prints_text and sys.stdout.isatty()
-    return ProgressBar(total, num_done) if sys.stderr.isatty() and not text_on_screen else NoProgress()
+    return (
+        ProgressBar(total, num_done) if sys.stderr.isatty() and not text_on_screen else NoProgress()
+    )

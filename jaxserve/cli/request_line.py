@@ -172,7 +172,9 @@ def _kind(value: object) -> str:
 def _id(fields: Mapping[str, object]) -> str | int | None:
     value = fields.get("id")
     if value is not None and (isinstance(value, bool) or not isinstance(value, str | int)):
-        raise InvalidRequestError(f"id must be a string or an integer, got {_kind(value)}", param="id")
+        raise InvalidRequestError(
+            f"id must be a string or an integer, got {_kind(value)}", param="id"
+        )
     return value  # type: ignore[return-value]
 
 
@@ -186,7 +188,9 @@ def _prompt(fields: Mapping[str, Any]) -> dict[str, Any]:
         raise InvalidRequestError("a prompt or messages is needed", param="prompt")
     if "messages" in given:
         if len(given) > 1:
-            raise InvalidRequestError(f"messages and {given[0]} exclude each other", param="messages")
+            raise InvalidRequestError(
+                f"messages and {given[0]} exclude each other", param="messages"
+            )
         return {"messages": _messages(fields["messages"])}
     name = given[-1]
     value = fields[name]

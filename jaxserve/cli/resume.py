@@ -2,7 +2,7 @@
 
     OUTPUT.meta.json   the identity of the run: input, model, sampling flags and seed; written before the first record
 
-`check_output` and `recover` are called by `run` before it writes. Invariant: no finished record is thrown away unless
+`run` calls `check_identity` and `recover` before it writes. Invariant: no finished record is thrown away unless
 the user said --overwrite, and no output ever mixes records of two different runs.
 """
 
@@ -136,6 +136,11 @@ class Recovered:
     next_index: int = 0
     waiting: dict[int, tuple[int, int]] = field(default_factory=dict)
     num_failed: int = 0
+
+    @property
+    def num_done(self) -> int:
+        """Lines that need no more work."""
+        return self.next_index + len(self.waiting)
 
 
 def recover(output: Path) -> Recovered:

@@ -127,9 +127,7 @@ def open_prompts(prompts: Sequence[str]) -> RunInput:
     """Prompts of the command line as lines; what was no UTF-8 there is none here."""
     lines = [prompt.encode("utf-8", "surrogateescape") for prompt in prompts]
     digest = hashlib.sha256(b"".join(b"%d:%b" % (len(line), line) for line in lines))
-    return RunInput(
-        lines=ReadyLines(iter(lines)), num_lines=len(lines), sha256=digest.hexdigest()
-    )
+    return RunInput(lines=ReadyLines(iter(lines)), num_lines=len(lines), sha256=digest.hexdigest())
 
 
 def open_input(name: str) -> RunInput:

@@ -1,0 +1,228 @@
+"""The loop of `jaxserve run`: feeds lines to the engine, steps it, hands finished records to the writer.
+
+Invariant: however long the input, the engine holds at most twice as many requests as it runs in one step (so its queue
+is never empty while there are lines), and memory grows with nothing but the ids that were seen.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from jaxserve.cli.progress import NoProgress
+from jaxserve.cli.request_line import LineParser, RequestLine
+from jaxserve.cli.run_input import LineSource
+from jaxserve.cli.run_output import OrderedWriter, error_record, success_record
+from jaxserve.cli.stop_signals import StopSignals
+from jaxserve.cli.text_printer import TextPrinter
+from jaxserve.errors import InvalidRequestError, JaxserveError
+from jaxserve.request import CompletionOutput, RequestOutput, SamplingParams
+
+logger = logging.getLogger("jaxserve.cli")
+
+
+class EngineStatsLike(Protocol):
+    """What the loop reads of `Engine.stats()`."""
+
+    num_pages: int
+    num_free_pages: int
+    num_preemptions: int
+    max_num_seqs: int
+
+
+class EngineLike(Protocol):
+    """What the loop needs of `Engine`."""
+
+    def has_work(self) -> bool: ...
+
+    def stats(self) -> EngineStatsLike: ...
+
+
+class TextEngine(Protocol):
+    """What the loop needs of `LLM`; a test may put something smaller in its place."""
+
+    @property
+    def engine(self) -> EngineLike: ...
+
+    def encode(self, prompt: str | Sequence[int]) -> list[int]: ...
+
+    def encode_chat(self, messages: Sequence[dict[str, object]]) -> list[int]: ...
+
+    def add(
+        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams
+    ) -> None: ...
+
+    def step(self) -> list[RequestOutput]: ...
+
+
+def add_line(llm: TextEngine, request_id: str, line: RequestLine) -> None:
+    """Queues a line.
+
+    Raises:
+        InvalidRequestError: the line is at fault, here or already when it was parsed; nothing was queued.
+    """
+    if line.error is not None:
+        raise line.error
+    if line.messages is not None:
+        token_ids = llm.encode_chat(line.messages)
+    else:
+        token_ids = llm.encode(line.prompt if line.prompt is not None else "")
+    llm.add(request_id, token_ids, line.params)
+
+
+@dataclass(kw_only=True)
+class RunTotals:
+    """What a run did, for its summary and exit code."""
+
+    num_ok: int = 0
+    num_failed: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+
+
+@dataclass(kw_only=True)
+class OutputParts:
+    """What the steps released for one request so far, and in which line it stands."""
+
+    line: RequestLine
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    def add(self, piece: CompletionOutput) -> None:
+        """Appends what one step released."""
+        self.texts.append(piece.text)
+        self.token_ids.extend(piece.token_ids)
+        self.logprobs.extend(piece.logprobs or ())
+
+    def whole(self, last: RequestOutput) -> RequestOutput:
+        """The request's whole output, given what its last step released."""
+        ending = last.outputs[0]
+        return RequestOutput(
+            request_id=last.request_id,
+            num_prompt_tokens=last.num_prompt_tokens,
+            num_cached_tokens=last.num_cached_tokens,
+            outputs=[
+                CompletionOutput(
+                    index=0,
+                    text="".join(self.texts),
+                    token_ids=self.token_ids,
+                    logprobs=self.logprobs if self.line.params.wants_logprobs else None,
+                    finish_reason=ending.finish_reason,
+                    stop_reason=ending.stop_reason,
+                )
+            ],
+        )
+
+
+class BatchLoop:
+    """One run over one input.
+
+    Args:
+        llm: does the work.
+        lines: what to do.
+        parser: understands a line.
+        writer: takes the records; None where nobody asked for records.
+        progress: is told how far the run is.
+        printer: takes the text as it comes; None for none.
+    """
+
+    def __init__(
+        self,
+        llm: TextEngine,
+        lines: LineSource,
+        parser: LineParser,
+        *,
+        writer: OrderedWriter | None,
+        progress: NoProgress,
+        printer: TextPrinter | None = None,
+    ):
+        self.totals = RunTotals()
+        self.complete = False
+        self._llm = llm
+        self._lines = lines
+        self._parser = parser
+        self._writer = writer
+        self._progress = progress
+        self._printer = printer
+        self._next_index = 0
+        self._parts: dict[str, OutputParts] = {}
+        self._window = 2 * llm.engine.stats().max_num_seqs
+
+    def run(self, stop: StopSignals) -> None:
+        """Goes on until every line has its record or a stop is requested; `complete` tells which.
+
+        Raises:
+            OutputError: a record cannot be written.
+        """
+        while not stop.requested:
+            self._feed(stop)
+            if self._parts:
+                self._step()
+            elif self._lines.exhausted:
+                self.complete = True
+                return
+
+    def _feed(self, stop: StopSignals) -> None:
+        """Fills the engine's queue with the next lines, as far as there are any by now."""
+        while len(self._parts) < self._window and not stop.requested:
+            if self._lines.exhausted:
+                return
+            data = self._lines.next_line(wait=not self._parts)
+            if data is None:
+                return
+            line = self._parser.parse(self._next_index, data)
+            self._next_index += 1
+            if self._writer is None or not self._writer.has(line.index):
+                self._start(line)
+
+    def _start(self, line: RequestLine) -> None:
+        try:
+            add_line(self._llm, str(line.index), line)
+        except InvalidRequestError as error:
+            self._fail(line, error)
+        else:
+            self._parts[str(line.index)] = OutputParts(line=line)
+
+    def _step(self) -> None:
+        outputs = self._llm.step()
+        for output in outputs:
+            self._take(output)
+        if self._parts and not outputs and not self._llm.engine.has_work():
+            raise JaxserveError(f"the engine stopped with {len(self._parts)} requests unanswered")
+        self._show_progress()
+
+    def _take(self, output: RequestOutput) -> None:
+        parts = self._parts[output.request_id]
+        piece = output.outputs[0]
+        parts.add(piece)
+        self.totals.num_output_tokens += len(piece.token_ids)
+        if self._printer:
+            self._printer.add(parts.line.index, piece.text)
+        if output.finished:
+            del self._parts[output.request_id]
+            self._succeed(parts.line, parts.whole(output))
+
+    def _succeed(self, line: RequestLine, output: RequestOutput) -> None:
+        self.totals.num_ok += 1
+        self.totals.num_prompt_tokens += output.num_prompt_tokens
+        self.totals.num_cached_tokens += output.num_cached_tokens
+        if self._writer:
+            self._writer.put(line.index, success_record(line, output))
+        if self._printer:
+            self._printer.finish(line.index)
+
+    def _fail(self, line: RequestLine, error: InvalidRequestError) -> None:
+        self.totals.num_failed += 1
+        if self._writer:
+            self._writer.put(line.index, error_record(line, error))
+        if self._printer:
+            logger.error("prompt %d: %s", line.index + 1, error.message)
+            self._printer.finish(line.index)
+        self._show_progress()
+
+    def _show_progress(self) -> None:
+        stats = self._llm.engine.stats()
+        num_done = self._writer.num_done if self._writer else self.totals.num_ok
+        self._progress.update(num_done, self.totals.num_output_tokens, stats)

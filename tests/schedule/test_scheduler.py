@@ -1,0 +1,194 @@
+"""The scheduler through an engine over a fake device: whatever is packed, preempted or aborted, outputs are the same."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.llm import merge_outputs
+from jaxserve.request import Request, SamplingParams
+from jaxserve.schedule.buckets import Bucket, Buckets, ladder
+from tests.fakes import drain, expected_tokens, make_engine
+
+
+def request(name: str, prompt: list[int], max_tokens: int) -> Request:
+    params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+    return Request(id=name, prompt_token_ids=prompt, sampling_params=params)
+
+
+def token_ids(parts: list) -> list[int]:
+    return merge_outputs(parts).outputs[0].token_ids
+
+
+requests = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 20)), min_size=1, max_size=10)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    sizes=requests,
+    page_size=st.sampled_from([4, 8, 16]),
+    spare_pages=st.integers(0, 20),
+    max_num_seqs=st.integers(1, 6),
+    budget=st.integers(1, 40),
+    scheduling=st.sampled_from(["continuous", "static"]),
+    arrivals=st.lists(st.integers(0, 3), min_size=10, max_size=10),
+)
+def test_outputs_do_not_depend_on_scheduling(
+    sizes, page_size, spare_pages, max_num_seqs, budget, scheduling, arrivals
+):
+    largest = max(-(-(prompt + out) // page_size) for prompt, out in sizes)
+    engine = make_engine(
+        num_pages=1 + largest + spare_pages,
+        page_size=page_size,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        scheduling=scheduling,
+    )
+    prompts = [[(7 * i + j) % 1000 for j in range(n)] for i, (n, _) in enumerate(sizes)]
+    parts: dict[str, list] = {}
+    for i, (prompt, (_, out)) in enumerate(zip(prompts, sizes, strict=True)):
+        engine.add(request(str(i), prompt, out))
+        engine.check_invariants()
+        for _ in range(arrivals[i]):
+            for output in engine.step():
+                parts.setdefault(output.request_id, []).append(output)
+            engine.check_invariants()
+    for name, more in drain(engine).items():
+        parts.setdefault(name, []).extend(more)
+    for i, (prompt, (_, out)) in enumerate(zip(prompts, sizes, strict=True)):
+        assert token_ids(parts[str(i)]) == expected_tokens(prompt, out)
+        assert parts[str(i)][-1].outputs[0].finish_reason == "length"
+    assert engine.stats().num_free_pages == engine.stats().num_pages - 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    operations=st.lists(
+        st.one_of(
+            st.tuples(st.just("add"), st.integers(1, 20), st.integers(1, 12)),
+            st.tuples(st.just("abort"), st.integers(0, 30), st.just(0)),
+            st.tuples(st.just("step"), st.just(0), st.just(0)),
+        ),
+        max_size=80,
+    )
+)
+def test_random_adds_steps_and_aborts_lose_no_page(operations):
+    engine = make_engine(num_pages=12, page_size=4, max_num_seqs=4, max_num_batched_tokens=10)
+    prompts: dict[str, list[int]] = {}
+    parts: dict[str, list] = {}
+    aborted = set()
+    for kind, a, b in operations:
+        if kind == "add":
+            name = str(len(prompts))
+            prompts[name] = [(a * 31 + j) % 1000 for j in range(a)]
+            engine.add(request(name, prompts[name], b))
+        elif kind == "abort":
+            ended = engine.abort(str(a))
+            if ended is not None:
+                assert ended.outputs[0].finish_reason == "abort"
+                aborted.add(str(a))
+        else:
+            for output in engine.step():
+                parts.setdefault(output.request_id, []).append(output)
+        engine.check_invariants()
+    for name, more in drain(engine).items():
+        parts.setdefault(name, []).extend(more)
+    for name, prompt in prompts.items():
+        if name not in aborted:
+            ids = token_ids(parts[name])
+            assert ids == expected_tokens(prompt, len(ids))
+    assert engine.stats().num_free_pages == 11
+
+
+def test_preemption_takes_the_newest_and_changes_nothing():
+    engine = make_engine(num_pages=11, page_size=4, max_num_seqs=4, max_num_batched_tokens=32)
+    prompts = {str(i): [100 * i + j for j in range(8)] for i in range(4)}
+    for name, prompt in prompts.items():
+        engine.add(request(name, prompt, 24))
+    parts = drain(engine)
+    assert engine.stats().num_preemptions >= 2
+    for name, prompt in prompts.items():
+        assert token_ids(parts[name]) == expected_tokens(prompt, 24)
+    ends = [name for name, _ in sorted(parts.items(), key=lambda item: len(item[1]))]
+    assert set(ends) == set(prompts)
+
+
+def test_the_oldest_is_never_preempted():
+    engine = make_engine(num_pages=9, page_size=4, max_num_seqs=4, max_num_batched_tokens=32)
+    for i in range(4):
+        engine.add(request(str(i), [i] * 8, 20))
+    order = []
+    while engine.has_work():
+        oldest = engine.scheduler.running[0] if engine.scheduler.running else None
+        order += [o.request_id for o in engine.step() if o.finished]
+        if oldest is not None:
+            assert oldest.num_preemptions == 0 or oldest.arrival > 0
+    assert order == ["0", "1", "2", "3"]
+
+
+def test_decode_tokens_ride_with_a_long_prompt():
+    """No stall: while a long prompt is computed in chunks, the running sequence gets a token in every step."""
+    engine = make_engine(max_num_batched_tokens=8, max_model_len=256, num_pages=128)
+    engine.add(request("short", [1, 2], 20))
+    engine.step()
+    engine.add(request("long", list(range(60)), 2))
+    for _ in range(5):
+        outputs = engine.step()
+        assert [o.request_id for o in outputs] == ["short"]
+        assert engine.executor.last_batch.ranges.tolist() == [1, 1, 2]
+    drain(engine)
+
+
+def test_static_scheduling_admits_no_one_until_the_batch_is_drained():
+    engine = make_engine(max_num_seqs=2, scheduling="static")
+    for name, out in (("a", 3), ("b", 9), ("c", 3)):
+        engine.add(request(name, [1, 2, 3], out))
+    first_c = last_b = None
+    for step in range(40):
+        for output in engine.step():
+            if output.request_id == "c" and first_c is None:
+                first_c = step
+            if output.request_id == "b":
+                last_b = step
+    assert first_c == last_b + 1
+
+
+def test_a_plan_without_samples_skips_the_sampler():
+    engine = make_engine(max_num_batched_tokens=8)
+    engine.add(request("long", list(range(20)), 1))
+    assert engine.step() == []
+    assert engine.executor.last_batch.num_rows == 0
+
+
+@pytest.mark.parametrize(
+    ("limit", "rungs"), [(1, (1,)), (2, (1, 2)), (5, (1, 2, 4, 5)), (16, (1, 2, 4, 8, 16))]
+)
+def test_ladder_ends_at_its_limit(limit, rungs):
+    assert ladder(limit) == rungs
+
+
+def test_buckets_lower_max_num_seqs_to_the_budget_and_refuse_what_they_cannot_hold():
+    buckets = Buckets.make(max_num_seqs=32, max_num_batched_tokens=6)
+    assert buckets.max_num_seqs == 6
+    assert buckets.pick(5, 3) == Bucket(6, 4)
+    with pytest.raises(ValueError, match="7 tokens pass the largest bucket of 6"):
+        buckets.pick(7, 1)
+
+
+def test_a_submitted_batch_cannot_be_written():
+    engine = make_engine()
+    engine.add(request("a", [1, 2, 3], 4))
+    engine.step()
+    batch = engine.executor.last_batch
+    for name in ("token_ids", "page_table", "kv_lens", "logit_rows", "temperature"):
+        with pytest.raises(ValueError, match="read-only"):
+            getattr(batch, name)[0] = 1
+
+
+def test_a_batch_is_not_changed_by_later_steps():
+    engine = make_engine(page_size=4)
+    engine.add(request("a", [1, 2, 3, 4], 12))
+    engine.step()
+    first = engine.executor.last_batch
+    table = first.page_table.copy()
+    drain(engine)
+    assert (first.page_table == table).all()

@@ -1,0 +1,216 @@
+"""The engine at its border: what it refuses, what it clamps, how a request ends."""
+
+import math
+
+import numpy as np
+import pytest
+
+from jaxserve.engine import derive_seed
+from jaxserve.errors import ConfigError, InvalidRequestError
+from jaxserve.config import EngineConfig
+from jaxserve.llm import merge_outputs
+from jaxserve.request import Request, SamplingParams
+from tests.fakes import drain, expected_tokens, make_engine
+
+PROMPT = [5, 6, 7]
+
+
+def add(engine, name="a", prompt=PROMPT, watcher=None, **params):
+    params = {"temperature": 0, "ignore_eos": True, **params}
+    engine.add(
+        Request(id=name, prompt_token_ids=prompt, sampling_params=SamplingParams(**params)), watcher
+    )
+
+
+def run(engine, **kwargs):
+    add(engine, **kwargs)
+    return merge_outputs(drain(engine)["a"]).outputs[0]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "at least one token"),
+        ([1, 1000], r"integers in \[0, 1000\), got 1000"),
+        ([-1], r"got -1"),
+        ([True], "got True"),
+        ([1.0], "got 1.0"),
+        (["x"], "got 'x'"),
+        ([None], "got None"),
+    ],
+)
+def test_c06_a_bad_prompt_fails_alone(prompt, message):
+    engine = make_engine()
+    with pytest.raises(InvalidRequestError, match=message) as caught:
+        add(engine, "bad", prompt)
+    assert caught.value.param == "prompt"
+    assert not engine.has_work()
+    assert run(engine, max_tokens=4).token_ids == expected_tokens(PROMPT, 4)
+    engine.check_invariants()
+
+
+@pytest.mark.parametrize("length", [63, 64, 65])
+@pytest.mark.parametrize("max_tokens", [None, 0, 1, 2])
+def test_c07_prompts_at_the_end_of_the_context(length, max_tokens):
+    engine = make_engine(max_model_len=64)
+    expected = {63: {None: 1, 0: 0, 1: 1, 2: 1}, 64: {0: 0}}.get(length, {}).get(max_tokens)
+    if expected is None:
+        with pytest.raises(InvalidRequestError, match="context holds 64") as caught:
+            add(engine, prompt=[1] * length, max_tokens=max_tokens)
+        assert caught.value.code == "context_length_exceeded"
+    else:
+        output = run(engine, prompt=[1] * length, max_tokens=max_tokens)
+        assert len(output.token_ids) == expected
+        assert output.finish_reason == "length"
+    assert run(engine, max_tokens=2).token_ids == expected_tokens(PROMPT, 2)
+
+
+def test_c08_a_prompt_that_never_fits_the_pool_is_refused_and_others_run():
+    engine = make_engine(num_pages=8, page_size=4, max_model_len=128)
+    with pytest.raises(InvalidRequestError, match="pool holds 28") as caught:
+        add(engine, "big", [1] * 40, max_tokens=1)
+    assert caught.value.code == "kv_cache_exceeded"
+    for name in ("x", "y", "z"):
+        add(engine, name, [1, 2, 3, 4], max_tokens=4)
+    assert set(drain(engine)) == {"x", "y", "z"}
+
+
+def test_c08_a_request_that_outgrows_the_pool_ends_with_length():
+    engine = make_engine(num_pages=8, page_size=4, max_model_len=128)
+    output = run(engine, prompt=[1] * 20, max_tokens=100)
+    assert output.finish_reason == "length"
+    assert output.token_ids == expected_tokens([1] * 20, 28 - 20 + 1)
+    assert engine.stats().num_steps < 200
+    assert engine.stats().num_preemptions == 0
+
+
+def test_ids_may_be_numpy_integers():
+    engine = make_engine()
+    assert run(engine, prompt=np.array(PROMPT), max_tokens=3).token_ids == expected_tokens(PROMPT, 3)
+
+
+def test_the_end_set_and_stop_token_ids():
+    """ignore_eos switches off exactly the end set, never the request's own ids."""
+    ids = expected_tokens(PROMPT, 8)
+    assert len(set(ids)) == 8
+    engine = make_engine(eos_token_ids=[ids[4], ids[6]])
+    ended = run(engine, max_tokens=8, ignore_eos=False)
+    assert (ended.token_ids, ended.finish_reason, ended.stop_reason) == (ids[:5], "stop", None)
+    assert run(engine, max_tokens=8).token_ids == ids
+    own = run(engine, max_tokens=8, stop_token_ids=[ids[2]])
+    assert (own.token_ids, own.finish_reason, own.stop_reason) == (ids[:3], "stop", ids[2])
+
+
+def test_logprobs_come_only_when_asked_for():
+    engine = make_engine()
+    assert run(engine, max_tokens=3).logprobs is None
+    for asked in (True, 0, 1):
+        assert run(engine, max_tokens=3, logprobs=asked).logprobs == [-1.0] * 3
+    assert run(engine, max_tokens=0, logprobs=True).logprobs == []
+
+
+def test_stop_strings_need_a_tokenizer():
+    with pytest.raises(InvalidRequestError, match="need a tokenizer") as caught:
+        add(make_engine(), stop=["x"])
+    assert caught.value.param == "stop"
+
+
+def test_an_id_in_flight_is_refused_and_free_again_later():
+    engine = make_engine()
+    add(engine, max_tokens=2)
+    with pytest.raises(InvalidRequestError, match="already in flight"):
+        add(engine, max_tokens=2)
+    drain(engine)
+    assert run(engine, max_tokens=2).token_ids == expected_tokens(PROMPT, 2)
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 3])
+def test_abort_returns_the_pages_at_once(num_steps):
+    engine = make_engine(max_num_batched_tokens=8)
+    add(engine, prompt=list(range(20)), max_tokens=9)
+    for _ in range(num_steps):
+        engine.step()
+    output = engine.abort("a")
+    assert output.finished
+    assert output.outputs[0].finish_reason == "abort"
+    assert not engine.has_work()
+    engine.check_invariants()
+    assert engine.abort("a") is None
+
+
+BAD_PARAMS = [
+    ("max_tokens", -1),
+    ("max_tokens", 1.5),
+    ("max_tokens", True),
+    ("temperature", math.nan),
+    ("temperature", math.inf),
+    ("temperature", -0.1),
+    ("temperature", "hot"),
+    ("temperature", True),
+    ("top_k", -2),
+    ("top_k", 1.0),
+    ("top_k", 2**31),
+    ("top_p", 0),
+    ("top_p", 1.01),
+    ("top_p", math.nan),
+    ("min_p", -0.1),
+    ("min_p", 2),
+    ("seed", 2**64),
+    ("seed", -(2**63) - 1),
+    ("seed", 1.0),
+    ("seed", True),
+    ("stop", [""]),
+    ("stop", ""),
+    ("stop", [1]),
+    ("stop", 7),
+    ("stop", ["x"] * 65),
+    ("stop_token_ids", [-1]),
+    ("stop_token_ids", ["a"]),
+    ("stop_token_ids", 3),
+    ("ignore_eos", 1),
+    ("ignore_eos", "no"),
+    ("logprobs", 2),
+    ("logprobs", -1),
+    ("logprobs", "yes"),
+    ("skip_special_tokens", None),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), BAD_PARAMS)
+def test_a_bad_sampling_field_is_named_with_its_value(name, value):
+    with pytest.raises(InvalidRequestError) as caught:
+        SamplingParams(**{name: value})
+    assert caught.value.param == name
+    assert name in caught.value.message
+    assert repr(value)[:20] in caught.value.message or name == "stop"
+    assert caught.value.to_dict()["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("dtype", "float16"),
+        ("max_model_len", 0),
+        ("max_num_seqs", 0),
+        ("max_num_batched_tokens", "many"),
+        ("page_size", 3),
+        ("page_size", 24),
+        ("num_pages", 1),
+        ("kv_cache_gib", 0),
+        ("kv_cache_gib", math.nan),
+        ("memory_utilization", 1.5),
+        ("seed", -1),
+        ("scheduling", "sometimes"),
+        ("max_batch", 4),
+    ],
+)
+def test_a_bad_option_is_named(name, value):
+    with pytest.raises(ConfigError, match=name):
+        EngineConfig.from_options({name: value})
+
+
+def test_derived_seeds_are_fixed():
+    """Resuming a file draws the same numbers, on any machine and in any version."""
+    assert derive_seed(0, 0) == derive_seed(0, 0)
+    assert len({derive_seed(s, i) for s in range(3) for i in range(100)}) == 300
+    assert derive_seed(0, 1) == 0xF227960998E4764C
