@@ -30,6 +30,8 @@ from pallas_kernels import dispatch
 
 _LOG = logging.getLogger(__name__)
 
+MAX_CPU_LAYERS_PER_PROGRAM = 4
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
@@ -125,6 +127,7 @@ def build_engine(config: EngineConfig, loaded: LoadedModel) -> tuple[Engine, Sta
         max_pages=max_pages,
         layout=dispatch.layout_of(backend),
         dtype=dtype,
+        layers_per_program=_layers_per_program(loaded.config.num_layers),
     )
     pool = _size_pool(config, max_model_len, shapes)
     shapes = dataclasses.replace(shapes, num_pages=pool.num_pages)
@@ -198,6 +201,13 @@ def _resolve_buckets(config: EngineConfig) -> Buckets:
             buckets.max_num_seqs,
         )
     return buckets
+
+
+def _layers_per_program(num_layers: int) -> int:
+    """All layers, except on CPU: there a few at a time run as fast and compile many times quicker."""
+    if jax.default_backend() != "cpu":
+        return num_layers
+    return max(n for n in range(1, MAX_CPU_LAYERS_PER_PROGRAM + 1) if num_layers % n == 0)
 
 
 def _to_device(params: Params, abstract: Params) -> Params:

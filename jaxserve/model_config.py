@@ -3,8 +3,9 @@
 Built once by `weights`, then read by every layer that needs a shape (model, pages, plan, device). Pure:
 stdlib only, so the planner and the scheduler can use it without a device.
 
-Invariant: a `ModelConfig` that exists can be served. What the model code does not compute is refused here by key,
-value and limit, never ignored: an ignored rope type or quantisation gives fluent nonsense instead of an error.
+Invariant: a `ModelConfig` that exists can be served. What the model code does not compute is
+refused here by key, value and limit, never ignored: an ignored rope type or quantisation gives
+fluent nonsense instead of an error.
 """
 
 import math
@@ -14,7 +15,8 @@ from typing import Any
 
 from jaxserve.errors import CheckpointError
 
-# model_type of config.json -> the class name it must come with. More families join here together with their model.
+# model_type of config.json -> the class name it must come with. More families join here together
+# with their model.
 _ARCHITECTURES = {"llama": "LlamaForCausalLM"}
 _ROPE_TYPES = ("default", "linear", "llama3")
 _ROPE_KEYS = frozenset(
@@ -40,7 +42,8 @@ class RopeConfig:
         theta: base of the geometric series of wavelengths.
         rope_type: "default", "linear" (every frequency divided by factor) or "llama3" (only the low ones).
         factor: context extension; 1.0 for "default".
-        low_freq_factor, high_freq_factor: ends of the smooth band of "llama3", in turns over the original context.
+        low_freq_factor, high_freq_factor: ends of the smooth band of "llama3", in turns over the
+            original context.
         original_max_position_embeddings: context of the pre-training in tokens ("llama3" only, else None).
 
     Raises:
@@ -56,14 +59,18 @@ class RopeConfig:
 
     def __post_init__(self) -> None:
         if self.rope_type not in _ROPE_TYPES:
-            raise CheckpointError(f"rope_type must be one of {', '.join(_ROPE_TYPES)}, got {self.rope_type!r}")
+            raise CheckpointError(
+                f"rope_type must be one of {', '.join(_ROPE_TYPES)}, got {self.rope_type!r}"
+            )
         for name in ("theta", "factor", "low_freq_factor", "high_freq_factor"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise CheckpointError(f"rope {name} must be a finite number > 0, got {value!r}")
         if self.rope_type == "llama3":
             if self.original_max_position_embeddings is None:
-                raise CheckpointError("rope_type 'llama3' needs original_max_position_embeddings, got None")
+                raise CheckpointError(
+                    "rope_type 'llama3' needs original_max_position_embeddings, got None"
+                )
             if self.low_freq_factor >= self.high_freq_factor:
                 raise CheckpointError(
                     f"rope low_freq_factor must be < high_freq_factor ({self.high_freq_factor}),"
@@ -87,13 +94,15 @@ class ModelConfig:
         max_position_embeddings: longest context in tokens.
         rms_norm_eps: added to the mean square inside every norm.
         rope: rotary position embedding.
-        tie_word_embeddings: the head is the embedding transposed. `weights.load_params` may return False where
-            the file holds a head that differs.
+        tie_word_embeddings: the head is the embedding transposed. `weights.load_params` may return
+            False where the file holds a head that differs.
         attention_bias: biases on q, k, v and o.
         mlp_bias: biases on gate, up and down.
-        eos_token_ids: the end ids of config.json and generation_config.json; the tokenizer's is added by `text`.
+        eos_token_ids: the end ids of config.json and generation_config.json; the tokenizer's is
+            added by `text`.
         bos_token_id: first id of a text, or None.
-        dtype: what the checkpoint says its weights are stored in ("bfloat16"), or None; a hint for people only.
+        dtype: what the checkpoint says its weights are stored in ("bfloat16"), or None; a hint for
+            people only.
 
     Raises:
         CheckpointError: a field lies outside its range; the message names it, its value and the limit.
@@ -134,7 +143,9 @@ class ModelConfig:
         ):
             value = getattr(self, name)
             if not (_is_int(value) and 1 <= value <= _MAX_INT):
-                raise CheckpointError(f"{name} must be an integer in [1, {_MAX_INT}], got {value!r}")
+                raise CheckpointError(
+                    f"{name} must be an integer in [1, {_MAX_INT}], got {value!r}"
+                )
         if self.num_heads % self.num_kv_heads:
             raise CheckpointError(
                 f"num_attention_heads must be a multiple of num_key_value_heads ({self.num_kv_heads}),"
@@ -143,7 +154,9 @@ class ModelConfig:
         if self.head_dim % 2:
             raise CheckpointError(f"head_dim must be even (rope turns pairs), got {self.head_dim}")
         if not (math.isfinite(self.rms_norm_eps) and self.rms_norm_eps >= 0):
-            raise CheckpointError(f"rms_norm_eps must be a finite number >= 0, got {self.rms_norm_eps!r}")
+            raise CheckpointError(
+                f"rms_norm_eps must be a finite number >= 0, got {self.rms_norm_eps!r}"
+            )
 
     @classmethod
     def from_hf(
@@ -151,8 +164,8 @@ class ModelConfig:
     ) -> "ModelConfig":
         """Reads a Hugging Face config.json, in the spellings of transformers 4 and 5.
 
-        A missing or null key takes the class default of transformers' `LlamaConfig`, but for eos and bos: those
-        are facts about a tokenizer, so what no file states is not assumed.
+        A missing or null key takes the class default of transformers' `LlamaConfig`, but for eos
+        and bos: those are facts about a tokenizer, so what no file states is not assumed.
 
         Args:
             config: the object of config.json.
@@ -209,7 +222,9 @@ class _Keys:
 
     def __init__(self, values: Mapping[str, Any], source: str, prefix: str = ""):
         if not isinstance(values, Mapping):
-            raise CheckpointError(f"{source}: {prefix or 'the file'} must be an object, got {values!r}")
+            raise CheckpointError(
+                f"{source}: {prefix or 'the file'} must be an object, got {values!r}"
+            )
         self.values = values
         self.source = source
         self.prefix = prefix
@@ -234,7 +249,9 @@ class _Keys:
         value = self.get(key)
         if value is None and default is not None:
             return default
-        if not (isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)):
+        if not (
+            isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        ):
             raise self.error(key, "a finite number")
         return float(value)
 
@@ -251,7 +268,9 @@ def _architecture(keys: _Keys) -> str:
     served = ", ".join(_ARCHITECTURES)
     model_type = keys.get("model_type")
     classes = keys.get("architectures")
-    if classes is not None and not (isinstance(classes, list) and all(isinstance(c, str) for c in classes)):
+    if classes is not None and not (
+        isinstance(classes, list) and all(isinstance(c, str) for c in classes)
+    ):
         raise keys.error("architectures", "a list of class names")
     if model_type is None:
         # Hand-made files sometimes name the class alone.

@@ -31,7 +31,7 @@ _HERE = "pallas_kernels.ragged_paged_attention"
 
 BACKENDS = {
     "reference": Backend(name="reference", module=f"{_HERE}.reference", layout="head_major"),
-    "xla": Backend(name="xla", module=f"{_HERE}.xla", layout="head_major"),
+    "xla": Backend(name="xla", module=f"{_HERE}.xla", layout="split"),
     "cpu": Backend(name="cpu", module=None, layout="head_major"),
     "gpu": Backend(name="gpu", module=None, layout="head_major"),
     "tpu": Backend(name="tpu", module=None, layout="head_major"),

@@ -1,10 +1,13 @@
 """Tiny checkpoints for tests, written by the real writer and so read by the real loader.
 
-- `make_bigram`: logits after a token are what the test says, whatever came before (blind to KV faults by design).
+- `make_bigram`: logits after a token are what the test says, whatever came before (blind to KV
+  faults by design).
 - `make_script`: a bigram model that greedily says a fixed text.
-- `make_random_llama`: random weights wide enough that every context token matters; compare with `numpy_llama`.
+- `make_random_llama`: random weights wide enough that every context token matters; compare with
+  `numpy_llama`.
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -37,13 +40,14 @@ def make_bigram(
 ) -> Path:
     """A Llama whose logits after a token are given in closed form.
 
-    The embedding of a token is one-hot, attention and MLP add zero, the final norm undoes its own scaling, and
-    column dim(i) of the head holds the logits wanted after token i. q, k, v, gate and up are random: the KV cache is
-    really written and read.
+    The embedding of a token is one-hot, attention and MLP add zero, the final norm undoes its own
+    scaling, and column dim(i) of the head holds the logits wanted after token i. q, k, v, gate and
+    up are random: the KV cache is really written and read.
 
     Args:
         directory: where to write; made if missing.
-        logits: for token i, the logits after it: [V], or only the non-zero ones as {token: logit}. Write p as log p.
+        logits: for token i, the logits after it: [V], or only the non-zero ones as {token: logit}.
+            Write p as log p.
         vocab_size: V.
         default: logits after every token not in `logits`; zeros when None.
         hidden_size: E; None = as many dimensions as needed (one per token of `logits`, one for the rest).
@@ -56,7 +60,9 @@ def make_bigram(
     rows = {token: _dense(row, vocab_size) for token, row in logits.items()}
     shared = len(rows)  # the dimension of every token that has no logits of its own
     hidden = hidden_size or -(-(len(rows) + 1) // 16) * 16
-    assert hidden > shared, f"hidden_size {hidden} is too small for {len(rows)} tokens with own logits"
+    assert hidden > shared, (
+        f"hidden_size {hidden} is too small for {len(rows)} tokens with own logits"
+    )
     hf_config = _hf_config(
         vocab_size=vocab_size,
         hidden_size=hidden,
@@ -81,8 +87,12 @@ def make_bigram(
             array[:] = 0
     tensors["model.embed_tokens.weight"] = embedding
     tensors["lm_head.weight"] = head
-    tensors["model.norm.weight"] = np.full(hidden, math.sqrt(1 / hidden + hf_config["rms_norm_eps"]), np.float32)
-    write_hf_directory(directory, hf_config, {k: v.astype(dtype) for k, v in tensors.items()}, **files)
+    tensors["model.norm.weight"] = np.full(
+        hidden, math.sqrt(1 / hidden + hf_config["rms_norm_eps"]), np.float32
+    )
+    write_hf_directory(
+        directory, hf_config, {k: v.astype(dtype) for k, v in tensors.items()}, **files
+    )
     return directory
 
 
@@ -97,8 +107,9 @@ def make_script(
 ) -> Path:
     """A bigram model in which each listed token makes the next one certain.
 
-    After the last listed token comes end_id (or, without one, uniform noise). Every token that is not listed leads to
-    token_ids[0], so any prompt that ends outside the script starts it; `first_after` is for prompts that do not.
+    After the last listed token comes end_id (or, without one, uniform noise). Every token that is
+    not listed leads to token_ids[0], so any prompt that ends outside the script starts it;
+    `first_after` is for prompts that do not.
 
     Args:
         token_ids: the text to say; every token at most once.
@@ -110,12 +121,14 @@ def make_script(
     assert len(set(token_ids)) == len(token_ids), "a token may occur once per script"
     chain = [*token_ids] if end_id is None else [*token_ids, end_id]
     logits: dict[int, Mapping[int, float]] = {
-        token: {following: SCRIPT_LOGIT} for token, following in zip(chain, chain[1:], strict=False)
+        token: {following: SCRIPT_LOGIT} for token, following in itertools.pairwise(chain)
     }
     if end_id is None:
         logits[chain[-1]] = {}
     logits |= {token: {token_ids[0]: SCRIPT_LOGIT} for token in first_after}
-    return make_bigram(directory, logits, vocab_size=vocab_size, default={token_ids[0]: SCRIPT_LOGIT}, **options)
+    return make_bigram(
+        directory, logits, vocab_size=vocab_size, default={token_ids[0]: SCRIPT_LOGIT}, **options
+    )
 
 
 def make_random_llama(
@@ -133,7 +146,9 @@ def make_random_llama(
     """
     hf_config = _hf_config() | dict(config or {})
     tensors = _random_tensors(hf_config, seed, initializer_range)
-    write_hf_directory(directory, hf_config, {k: v.astype(dtype) for k, v in tensors.items()}, **files)
+    write_hf_directory(
+        directory, hf_config, {k: v.astype(dtype) for k, v in tensors.items()}, **files
+    )
     return directory
 
 
@@ -160,7 +175,9 @@ def _hf_config(**overrides: Any) -> dict[str, Any]:
     } | overrides
 
 
-def _random_tensors(hf_config: Mapping[str, Any], seed: int, initializer_range: float) -> dict[str, np.ndarray]:
+def _random_tensors(
+    hf_config: Mapping[str, Any], seed: int, initializer_range: float
+) -> dict[str, np.ndarray]:
     config = ModelConfig.from_hf(hf_config, None, "test config")
     rng = np.random.default_rng(seed)
 

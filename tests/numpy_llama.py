@@ -1,7 +1,8 @@
 """The oracle for logits: a Llama forward pass over the full context in plain NumPy, float64, without a cache.
 
-Written from the model's definition and sharing nothing with the package but the file reader, so that a fault in rope,
-masks, GQA, weight names or transposes cannot appear on both sides. `forward` is what tests call.
+Written from the model's definition and sharing nothing with the package but the file reader, so
+that a fault in rope, masks, GQA, weight names or transposes cannot appear on both sides. `forward`
+is what tests call.
 """
 
 import math
@@ -59,7 +60,8 @@ def greedy(
     max_tokens: int,
     end_ids: Sequence[int] = (),
 ) -> tuple[list[int], list[float]]:
-    """Greedy continuation by full recompute: (ids, their natural-log probabilities); an end id is kept as the last."""
+    """Greedy continuation by full recompute: (ids, their natural-log probabilities); an end id is
+    kept as the last."""
     if isinstance(model, str | Path):
         model = open_checkpoint(model)
     if isinstance(model, Checkpoint):
@@ -112,11 +114,21 @@ def _rotate(x: np.ndarray, angles: np.ndarray) -> np.ndarray:
 
 
 def _attention(
-    config: ModelConfig, weights: Mapping[str, np.ndarray], name: str, x: np.ndarray, angles: np.ndarray
+    config: ModelConfig,
+    weights: Mapping[str, np.ndarray],
+    name: str,
+    x: np.ndarray,
+    angles: np.ndarray,
 ) -> np.ndarray:
     num_tokens, head_dim = len(x), config.head_dim
-    q = _rotate(_linear(weights, f"{name}.q_proj", x).reshape(num_tokens, config.num_heads, head_dim), angles)
-    k = _rotate(_linear(weights, f"{name}.k_proj", x).reshape(num_tokens, config.num_kv_heads, head_dim), angles)
+    q = _rotate(
+        _linear(weights, f"{name}.q_proj", x).reshape(num_tokens, config.num_heads, head_dim),
+        angles,
+    )
+    k = _rotate(
+        _linear(weights, f"{name}.k_proj", x).reshape(num_tokens, config.num_kv_heads, head_dim),
+        angles,
+    )
     v = _linear(weights, f"{name}.v_proj", x).reshape(num_tokens, config.num_kv_heads, head_dim)
     out = np.empty_like(q)
     for head in range(config.num_heads):
@@ -130,4 +142,8 @@ def _attention(
 
 def _mlp(weights: Mapping[str, np.ndarray], name: str, x: np.ndarray) -> np.ndarray:
     gate = _linear(weights, f"{name}.gate_proj", x)
-    return _linear(weights, f"{name}.down_proj", gate / (1 + np.exp(-gate)) * _linear(weights, f"{name}.up_proj", x))
+    return _linear(
+        weights,
+        f"{name}.down_proj",
+        gate / (1 + np.exp(-gate)) * _linear(weights, f"{name}.up_proj", x),
+    )

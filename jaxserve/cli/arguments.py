@@ -1,8 +1,9 @@
 """From an argument list to parsed flags and positionals; every command of the CLI parses through here.
 
-absl keeps the flags and checks their values. This module decides what is a flag and what is text, because that is where
-three promises meet: hyphens are accepted for underscores in flag names, the same holds inside --flagfile, and a value
-or a prompt is never changed. Invariant: absl is only ever given `--name=value`, so it has nothing left to guess.
+absl keeps the flags and checks their values. This module decides what is a flag and what is text,
+because that is where three promises meet: hyphens are accepted for underscores in flag names, the same
+holds inside --flagfile, and a value or a prompt is never changed. Invariant: absl is only ever given
+`--name=value`, so it has nothing left to guess.
 """
 
 import difflib
@@ -25,8 +26,9 @@ class UsageError(JaxserveError):
 def parse_arguments(arguments: Sequence[str], flag_values: flags.FlagValues) -> list[str]:
     """Parses flags into `flag_values` and returns what is not a flag, in order.
 
-    `--name=value`, `--name value` and, for booleans, `--name` and `--noname` are flags, before and after positionals.
-    Everything behind `--` is text, and so is an argument like `-5 + 3` that cannot be a flag's name.
+    `--name=value`, `--name value` and, for booleans, `--name` and `--noname` are flags, before and
+    after positionals. Everything behind `--` is text, and so is an argument like `-5 + 3` that cannot
+    be a flag's name.
 
     Args:
         arguments: without the program's and the command's name.
@@ -97,7 +99,7 @@ def _name_and_value(argument: str, flag_values: flags.FlagValues) -> tuple[str, 
 def _split_file(
     path: Path, flag_values: flags.FlagValues, open_files: tuple[Path, ...]
 ) -> tuple[list[str], list[str]]:
-    """As `_split`, for a file of one argument a line; blank lines and lines that begin with # or // are skipped."""
+    """As `_split`, for a file of one argument a line; blank lines and those after # or // are skipped."""
     if path in open_files:
         raise UsageError(f"--flagfile={path} includes itself")
     try:

@@ -1,73 +1,24 @@
 """The loop of `jaxserve run`: feeds lines to the engine, steps it, hands finished records to the writer.
 
-Invariant: however long the input, the engine holds at most twice as many requests as it runs in one step (so its queue
-is never empty while there are lines), and memory grows with nothing but the ids that were seen.
+Invariant: however long the input, the engine holds at most twice as many requests as it runs in one
+step (so its queue is never empty while there are lines), and memory grows with nothing but the ids that
+were seen.
 """
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from jaxserve.cli.progress import NoProgress
 from jaxserve.cli.request_line import LineParser, RequestLine
 from jaxserve.cli.run_input import LineSource
 from jaxserve.cli.run_output import OrderedWriter, error_record, success_record
 from jaxserve.cli.stop_signals import StopSignals
+from jaxserve.cli.text_engine import TextEngine, add_line
 from jaxserve.cli.text_printer import TextPrinter
 from jaxserve.errors import InvalidRequestError, JaxserveError
-from jaxserve.request import CompletionOutput, RequestOutput, SamplingParams
+from jaxserve.request import CompletionOutput, RequestOutput
 
 logger = logging.getLogger("jaxserve.cli")
-
-
-class EngineStatsLike(Protocol):
-    """What the loop reads of `Engine.stats()`."""
-
-    num_pages: int
-    num_free_pages: int
-    num_preemptions: int
-    max_num_seqs: int
-
-
-class EngineLike(Protocol):
-    """What the loop needs of `Engine`."""
-
-    def has_work(self) -> bool: ...
-
-    def stats(self) -> EngineStatsLike: ...
-
-
-class TextEngine(Protocol):
-    """What the loop needs of `LLM`; a test may put something smaller in its place."""
-
-    @property
-    def engine(self) -> EngineLike: ...
-
-    def encode(self, prompt: str | Sequence[int]) -> list[int]: ...
-
-    def encode_chat(self, messages: Sequence[dict[str, object]]) -> list[int]: ...
-
-    def add(
-        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams
-    ) -> None: ...
-
-    def step(self) -> list[RequestOutput]: ...
-
-
-def add_line(llm: TextEngine, request_id: str, line: RequestLine) -> None:
-    """Queues a line.
-
-    Raises:
-        InvalidRequestError: the line is at fault, here or already when it was parsed; nothing was queued.
-    """
-    if line.error is not None:
-        raise line.error
-    if line.messages is not None:
-        token_ids = llm.encode_chat(line.messages)
-    else:
-        token_ids = llm.encode(line.prompt if line.prompt is not None else "")
-    llm.add(request_id, token_ids, line.params)
 
 
 @dataclass(kw_only=True)

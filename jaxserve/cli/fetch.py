@@ -1,6 +1,7 @@
 """`jaxserve fetch NAME`: downloads a checkpoint by name, or lists the names.
 
-Run by `cli/main.py`, which turns the errors into one line and exit code 2. The work is done in `weights/fetch.py`.
+Run by `cli/main.py`, which turns the errors into one line and exit code 2. The work is done in
+`weights/fetch.py`.
 """
 
 import sys
@@ -17,8 +18,9 @@ from jaxserve.weights.manifest import manifest_folder, manifest_names, read_mani
 _USAGE = """\
 jaxserve fetch NAME [NAME ...]: download checkpoints
 
-NAME is one of the names below, or org/name on the Hugging Face hub. A checkpoint that is already there is left as
-it is. It goes to ./checkpoints in a source checkout, else to the user's cache folder; --model=NAME finds it in both.
+NAME is one of the names below, or org/name on the Hugging Face hub. A checkpoint that is already
+there is left as it is. It goes to ./checkpoints in a source checkout, else to the user's cache
+folder; --model=NAME finds it in both.
 """
 
 

@@ -1,13 +1,15 @@
 """The flags that commands share, each defined into the `FlagValues` of the command that wants it.
 
-Used by `run` and `bench`. No flag is global: two commands never clash, and --help shows a command its own flags only.
-Defaults come from the dataclasses that the flags fill, so a number is written down once.
+Used by `run` and `bench`. No flag is global: two commands never clash, and --help shows a command its
+own flags only. Defaults come from the dataclasses that the flags fill, so a number is written down
+once.
 """
 
 import dataclasses
 import logging
 import sys
 from pathlib import Path
+from typing import Any
 
 from absl import flags
 
@@ -134,7 +136,7 @@ def _define_auto_integer(name: str, text: str, group: dict) -> None:
 
 
 def define_sampling(flag_values: flags.FlagValues) -> None:
-    """The fields of `SamplingParams` that make sense as a default for many requests; --seed is an engine flag."""
+    """The fields of `SamplingParams` that make sense for many requests; --seed is an engine flag."""
     default = SamplingParams()
     group = {"flag_values": flag_values, "module_name": _SAMPLING_GROUP}
     flags.DEFINE_integer(
@@ -151,7 +153,7 @@ def define_sampling(flag_values: flags.FlagValues) -> None:
     flags.DEFINE_float(
         "min_p", default.min_p, "Drop tokens less likely than this times the best.", **group
     )
-    flags.DEFINE_multi_string("stop", None, "A string that ends the text; repeatable.", **group)
+    flags.DEFINE_multi_string("stop", None, "A string that ends the text", **group)
     flags.DEFINE_boolean(
         "include_stop_str_in_output", False, "Leave the stop string in the text.", **group
     )
@@ -164,8 +166,9 @@ def define_sampling(flag_values: flags.FlagValues) -> None:
 
 def engine_options(flag_values: flags.FlagValues) -> dict[str, object]:
     """The engine flags as options of `LLM` and `EngineConfig.from_options`; the ranges are checked there."""
-    options = {name: flag_values[name].value for name in _ENGINE_OPTIONS if name in flag_values}
-    cache_dir = flag_values["compilation_cache_dir"].value
+    given: dict[str, Any] = flag_values.flag_values_dict()
+    options: dict[str, object] = {name: given[name] for name in _ENGINE_OPTIONS}
+    cache_dir = given["compilation_cache_dir"]
     options["compilation_cache_dir"] = str(Path(cache_dir).expanduser()) if cache_dir else None
     return options
 
@@ -176,8 +179,8 @@ def sampling_defaults(flag_values: flags.FlagValues) -> dict[str, object]:
     Raises:
         InvalidRequestError: a value outside its range.
     """
-    names = [name for name in SAMPLING_FIELDS if name in flag_values and name != "seed"]
-    fields = {name: flag_values[name].value for name in names}
+    given: dict[str, Any] = flag_values.flag_values_dict()
+    fields = {name: given[name] for name in SAMPLING_FIELDS if name in given and name != "seed"}
     fields["stop"] = fields["stop"] or []
     SamplingParams(**fields)
     return fields
@@ -191,7 +194,7 @@ def help_text(usage: str, flag_values: flags.FlagValues) -> str:
 
 def wants_help(flag_values: flags.FlagValues) -> bool:
     """Whether --help or --helpfull was given."""
-    return flag_values["help"].value or flag_values["helpfull"].value
+    return bool(flag_values["help"].value or flag_values["helpfull"].value)
 
 
 class _StderrHandler(logging.Handler):

@@ -1,7 +1,7 @@
-"""`jaxserve COMMAND ...`: finds the command, runs it, and turns every ending into an exit code and one clear line.
+"""`jaxserve COMMAND ...`: finds the command, runs it, and turns every ending into an exit code.
 
-The console script, `python -m jaxserve` and the scripts call `main`. A command's module is imported when it is asked
-for, and imports jax only when it has work for it: --help and a mistyped flag answer at once.
+The console script, `python -m jaxserve` and the scripts call `main`. A command's module is imported when
+it is asked for, and imports jax only when it has work for it: --help and a mistyped flag answer at once.
 """
 
 import difflib
@@ -41,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments without the program's name; None = those of the process.
 
     Returns:
-        0 all good, 1 some of the work failed, 2 it could not be done (said in one line on stderr), 130 interrupted.
+        0 all good, 1 some of the work failed, 2 it could not be done (one line on stderr says why),
+        130 interrupted.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = arguments[0] if arguments else ""

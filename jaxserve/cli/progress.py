@@ -6,26 +6,20 @@
 import sys
 import time
 from contextlib import AbstractContextManager
-from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as RichBar
 
+from jaxserve.engine import EngineStats
+
 _UPDATE_EVERY_S = 0.1
-
-
-class PoolStats(Protocol):
-    """What the bar shows of the engine."""
-
-    num_pages: int
-    num_free_pages: int
 
 
 class NoProgress(AbstractContextManager["NoProgress"]):
     """Shows nothing."""
 
-    def update(self, num_done: int, num_output_tokens: int, stats: PoolStats) -> None:
+    def update(self, num_done: int, num_output_tokens: int, stats: EngineStats) -> None:
         """Tells how far the run is: lines done, tokens generated, and the page pool."""
 
     def __exit__(self, *exc: object) -> None:
@@ -58,7 +52,7 @@ class ProgressBar(NoProgress):
         self._bar.start()
         return self
 
-    def update(self, num_done: int, num_output_tokens: int, stats: PoolStats) -> None:
+    def update(self, num_done: int, num_output_tokens: int, stats: EngineStats) -> None:
         now = time.monotonic()
         if now - self._updated < _UPDATE_EVERY_S and num_done != self._bar.tasks[0].total:
             return

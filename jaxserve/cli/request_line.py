@@ -1,13 +1,12 @@
 """One input line of `run` or `bench` -> what to ask of the engine, or why that cannot be done.
 
-A line is a JSON object with `prompt` (text or token ids) or `messages`, an optional `id`, and any field of
-`SamplingParams`; or, with --input_format=text, the prompt itself. Every line gets an answer of its own: nothing that a
-line holds raises out of `parse`.
+A line is a JSON object with `prompt` (text or token ids) or `messages`, an optional `id`, and any field
+of `SamplingParams`; or, with --input_format=text, the prompt itself. Every line gets an answer of its
+own: nothing that a line holds raises out of `parse`.
 """
 
 import dataclasses
 import difflib
-import hashlib
 import json
 import logging
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from typing import Any
 
 from jaxserve.cli.flags import SAMPLING_FIELDS
 from jaxserve.cli.run_input import MAX_LINE_BYTES
+from jaxserve.engine import derive_seed
 from jaxserve.errors import InvalidRequestError
 from jaxserve.request import SamplingParams
 
@@ -43,15 +43,6 @@ class RequestLine:
     prompt: str | list[int] | None = None
     messages: list[dict[str, object]] | None = None
     params: SamplingParams = dataclasses.field(default_factory=SamplingParams)
-
-
-def derive_seed(seed: int, index: int) -> int:
-    """The seed of a line that has none: 64 bits that depend on (--seed, index) alone, today and on any machine.
-
-    Neither the order in which lines are run nor a --resume in between changes what is drawn.
-    """
-    digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")
 
 
 class LineParser:
@@ -143,7 +134,7 @@ class LineParser:
         own = {name: fields[name] for name in SAMPLING_FIELDS if fields.get(name) is not None}
         _require_unicode("stop", own.get("stop"))
         params = SamplingParams(**{**self._sampling, **own})
-        if params.seed is None:
+        if params.seed is None:  # by the line's index, so that order and --resume change nothing
             params = dataclasses.replace(params, seed=derive_seed(self._seed, index))
         return params
 

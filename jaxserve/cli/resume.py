@@ -1,9 +1,9 @@
 """What makes `--resume` safe: who made an output, and how much of it is there.
 
-    OUTPUT.meta.json   the identity of the run: input, model, sampling flags and seed; written before the first record
+    OUTPUT.meta.json   the identity of the run: input, model, sampling flags and seed; written first
 
-`run` calls `check_identity` and `recover` before it writes. Invariant: no finished record is thrown away unless
-the user said --overwrite, and no output ever mixes records of two different runs.
+`run` calls `check_identity` and `recover` before it writes. Invariant: no finished record is thrown
+away unless the user said --overwrite, and no output ever mixes records of two different runs.
 """
 
 import hashlib
@@ -31,8 +31,9 @@ def meta_path(output: Path) -> Path:
 def model_fingerprint(model: Path) -> str:
     """A hash of a checkpoint: its files' names, sizes and contents.
 
-    Of a large file 64 evenly spread samples of 16 KiB are read, the first and the last bytes among them: enough to
-    tell two trainings of one model apart, and quick for files of any size. A copied checkpoint keeps its hash.
+    Of a large file 64 evenly spread samples of 16 KiB are read, the first and the last bytes among
+    them: enough to tell two trainings of one model apart, and quick for files of any size. A copied
+    checkpoint keeps its hash.
 
     Args:
         model: a checkpoint directory or file.

@@ -1,7 +1,8 @@
 """`jaxserve run`: prompts in, text out; on the screen as it comes, or as JSON lines that survive anything.
 
-What happens in order: the command line and every file are checked, then the model is loaded, then the output is opened,
-then `BatchLoop` runs. So nothing that can be refused is refused late, and a failed start changes no file.
+What happens in order: the command line and every file are checked, then the model is loaded, then the
+output is opened, then `BatchLoop` runs. So nothing that can be refused is refused late, and a failed
+start changes no file.
 """
 
 import io
@@ -9,29 +10,26 @@ import logging
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from absl import flags
 
-from jaxserve.cli import resume
+from jaxserve.cli import resume, text_engine
 from jaxserve.cli.arguments import UsageError, parse_arguments
-from jaxserve.cli.batch_loop import BatchLoop, RunTotals, TextEngine
+from jaxserve.cli.batch_loop import BatchLoop, RunTotals
 from jaxserve.cli.flags import (
     configure_logging,
     define_engine,
     define_general,
     define_sampling,
-    engine_options,
     help_text,
-    sampling_defaults,
     wants_help,
 )
 from jaxserve.cli.progress import make_progress
 from jaxserve.cli.request_line import LineParser
 from jaxserve.cli.run_input import RunInput, open_input, open_prompts
-from jaxserve.cli.run_output import OrderedWriter, OutputError, is_stream, partial_path
+from jaxserve.cli.run_job import RunJob
+from jaxserve.cli.run_output import OrderedWriter, OutputError, partial_path
 from jaxserve.cli.stop_signals import StopSignals
 from jaxserve.cli.text_printer import TextPrinter
 from jaxserve.config import EngineConfig
@@ -45,7 +43,8 @@ Prompts on the command line print their text as it comes. An input file holds on
 with an optional "id" and any sampling field; or, with --input_format=text, one prompt a line.
 Each line, blank and broken ones too, gets one JSON line of output, in order:
   {"index", "id", "text", "token_ids", "finish_reason", "num_prompt_tokens", "num_cached_tokens",
-   "num_output_tokens", "logprobs" if asked for} or {"index", "id", "error": {"message", "type", "param", "code"}}
+   "num_output_tokens", "logprobs" if asked for}
+  or {"index", "id", "error": {"message", "type", "param", "code"}}
 Finished lines that wait for a slower one are kept in OUTPUT.partial.jsonl; --resume goes on after a stop.
 exit code: 0 all good, 1 some lines failed, 2 could not run, 130 interrupted
 """
@@ -84,13 +83,6 @@ def run_flags() -> flags.FlagValues:
     return values
 
 
-def load_llm(model: str, options: Mapping[str, object]) -> TextEngine:
-    """Loads the model; here and not earlier jax is imported."""
-    from jaxserve.llm import LLM
-
-    return LLM(model, **options)
-
-
 def main(argv: Sequence[str]) -> int:
     """Runs the command.
 
@@ -105,116 +97,28 @@ def main(argv: Sequence[str]) -> int:
     if wants_help(values):
         print(help_text(USAGE, values))
         return 0
-    configure_logging(values["verbosity"].value)
+    configure_logging(values.flag_values_dict()["verbosity"])
     with StopSignals() as stop:
         try:
-            return _run(_Job.from_flags(values, prompts), stop)
+            return _run(RunJob.from_flags(values, prompts), stop)
         except KeyboardInterrupt:
             logger.warning("stopped by %s before anything was generated", stop.name)
             return stop.exit_code
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Job:
-    """The checked command line."""
-
-    model: str
-    engine_options: Mapping[str, object]
-    sampling: Mapping[str, object]
-    prompts: Sequence[str]
-    input: str | None
-    output: str | None
-    is_text: bool
-    is_chat: bool
-    resume: bool
-    overwrite: bool
-
-    @classmethod
-    def from_flags(cls, values: flags.FlagValues, prompts: Sequence[str]) -> "_Job":
-        given = values.flag_values_dict()
-        if not given["model"]:
-            raise UsageError("--model is needed: a checkpoint directory, a .gguf file, or a name")
-        if bool(prompts) == (given["input"] is not None):
-            what = (
-                "give prompts or --input, not both" if prompts else "give a prompt, or --input=FILE"
-            )
-            raise UsageError(what)
-        options = engine_options(values)
-        EngineConfig.from_options(options)
-        output = given["output"]
-        if output is None and not prompts:
-            output = "-"
-        job = cls(
-            model=given["model"],
-            engine_options=options,
-            sampling=sampling_defaults(values),
-            prompts=prompts,
-            input=given["input"],
-            output=output,
-            is_text=bool(prompts) or given["input_format"] == "text",
-            is_chat=given["chat"],
-            resume=given["resume"],
-            overwrite=given["overwrite"],
-        )
-        job._check()
-        return job
-
-    def _check(self) -> None:
-        if self.is_chat and not self.is_text:
-            raise UsageError(
-                "--chat is for prompts and --input_format=text; JSON lines have messages"
-            )
-        if self.resume and self.overwrite:
-            raise UsageError("--resume and --overwrite exclude each other")
-        file = self.output_file
-        if self.resume and file is None:
-            raise UsageError("--resume needs an --output that is a file")
-        if file is None:
-            return
-        if file.is_dir() or not file.parent.is_dir():
-            raise UsageError(f"cannot write --output={file}: not a file in an existing directory")
-        if self.input and file.exists() and Path(self.input).exists() and file.samefile(self.input):
-            raise UsageError(f"--output={file} is the input itself")
-
-    @property
-    def output_file(self) -> Path | None:
-        """The output, if it is a file that can be kept and continued."""
-        return None if self.output is None or is_stream(self.output) else Path(self.output)
-
-    @property
-    def prints_text(self) -> bool:
-        return bool(self.prompts) and self.output != "-"
-
-    def identity(self, sha256: str | None) -> dict[str, Any]:
-        """All that decides what the output holds; two runs may share an output only if these are equal."""
-        engine = {key: self.engine_options[key] for key in ("seed", "dtype", "max_model_len")}
-        kind = {"is_text": self.is_text, "is_chat": self.is_chat}
-        return {
-            "input": {"sha256": sha256, **kind},
-            "model": {"sha256": resume.model_fingerprint(_model_path(self.model))},
-            "sampling": {**self.sampling, **engine},
-        }
-
-
-def _model_path(model: str) -> Path:
-    path = Path(model)
-    if path.exists():
-        return path
-    from jaxserve.weights.loader import resolve_model
-
-    return resolve_model(model)
-
-
-def _run(job: _Job, stop: StopSignals) -> int:
+def _run(job: RunJob, stop: StopSignals) -> int:
     source = open_prompts(job.prompts) if job.prompts else open_input(job.input or "-")
     identity, recovered = _check_output(job, source)
+    if recovered.num_done and recovered.num_done == source.num_lines:
+        _finish_without_model(job, recovered)
+        return 1 if recovered.num_failed else 0
     parser = LineParser(
         job.sampling,
         seed=job.engine_options["seed"],  # type: ignore[arg-type]
         is_text=job.is_text,
         is_chat=job.is_chat,
     )
-    llm = load_llm(job.model, job.engine_options)
+    llm = text_engine.load_llm(job.model, job.engine_options)
     stop.defer()
     writer = _open_writer(job, identity, recovered)
     progress = make_progress(source.num_lines, recovered.num_done, prints_text=job.prints_text)
@@ -235,11 +139,20 @@ def _run(job: _Job, stop: StopSignals) -> int:
     return 1 if loop.totals.num_failed + recovered.num_failed else 0
 
 
-def _check_output(job: _Job, source: RunInput) -> tuple[dict[str, Any] | None, resume.Recovered]:
+def _finish_without_model(job: RunJob, recovered: resume.Recovered) -> None:
+    """An earlier run left nothing to do but, perhaps, to move the last records to their place."""
+    writer = _open_writer(job, None, recovered)
+    if writer:
+        writer.close(complete=True)
+    logger.info("all %d lines of %s were done before", recovered.num_done, job.output)
+
+
+def _check_output(job: RunJob, source: RunInput) -> tuple[dict[str, Any] | None, resume.Recovered]:
     """Refuses what would destroy or mix up finished work; reads what can be continued.
 
     Returns:
-        The identity to write beside the output (None = it is there already, or there is no file), and what is done.
+        The identity to write beside the output (None = it is there already, or there is no file), and
+        what is done.
     """
     file = job.output_file
     if file is None:
@@ -260,7 +173,7 @@ def _check_output(job: _Job, source: RunInput) -> tuple[dict[str, Any] | None, r
 
 
 def _open_writer(
-    job: _Job, identity: Mapping[str, Any] | None, recovered: resume.Recovered
+    job: RunJob, identity: Mapping[str, Any] | None, recovered: resume.Recovered
 ) -> OrderedWriter | None:
     if job.output is None:
         return None
@@ -268,7 +181,7 @@ def _open_writer(
     if file is None:
         return OrderedWriter.to_stream(job.output)
     if identity is not None:
-        # Emptied before the identity is written: a kill in between must not leave old records under a new name.
+        # Emptied first: a kill in between must not leave old records under a new identity.
         try:
             file.write_bytes(b"")
             partial_path(file).unlink(missing_ok=True)
@@ -278,15 +191,14 @@ def _open_writer(
     return OrderedWriter.to_file(file, next_index=recovered.next_index, waiting=recovered.waiting)
 
 
-def _text_stream() -> io.TextIOBase:
+def _text_stream() -> TextIO:
+    """stdout; a terminal without UTF-8 shows ? instead of failing."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(
-            errors="replace"
-        )  # a terminal without UTF-8 shows ? instead of failing
-    return sys.stdout  # type: ignore[return-value]
+        sys.stdout.reconfigure(errors="replace")
+    return sys.stdout
 
 
-def _summarise(totals: RunTotals, wall_s: float, llm: TextEngine) -> None:
+def _summarise(totals: RunTotals, wall_s: float, llm: text_engine.TextEngine) -> None:
     stats = llm.engine.stats()
     logger.info(
         "%d done, %d failed: %d prompt tokens (%d cached), %d output tokens in %.1f s (%.1f tokens/s), "
@@ -303,7 +215,7 @@ def _summarise(totals: RunTotals, wall_s: float, llm: TextEngine) -> None:
 
 
 def _tell_what_is_kept(
-    job: _Job, source: RunInput, writer: OrderedWriter | None, stop: StopSignals
+    job: RunJob, source: RunInput, writer: OrderedWriter | None, stop: StopSignals
 ) -> None:
     """The line that a stopped or failed run ends with: what is on disk, and how to go on."""
     cause = f"stopped by {stop.name}" if stop.requested else "stopped by an error"

@@ -1,8 +1,9 @@
 """Where `jaxserve run` gets its lines from: a file, a pipe, or the prompts of the command line, as raw bytes.
 
-Only a newline byte ends a line (U+2028 inside one survives), a carriage return before it and a byte order mark at the
-start are dropped, and nothing behind the last newline is no line. Read lazily: memory holds one line at a time, and no
-line may be longer than `MAX_LINE_BYTES`. What a line means is `request_line.py`'s business.
+Only a newline byte ends a line (U+2028 inside one survives), a carriage return before it and a byte
+order mark at the start are dropped, and nothing behind the last newline is no line. Read lazily: memory
+holds one line at a time, and no line may be longer than `MAX_LINE_BYTES`. What a line means is
+`request_line.py`'s business.
 """
 
 import codecs
@@ -63,7 +64,7 @@ class LineSource(Protocol):
     exhausted: bool
 
     def next_line(self, wait: bool) -> bytes | None:
-        """The next line; None at the end, or (a pipe only) when there is none yet, after a short wait if asked to."""
+        """The next line; None at the end, or when a pipe has none yet, after a short wait if asked to."""
         ...
 
 
@@ -81,12 +82,12 @@ class ReadyLines:
 
 
 class PipedLines:
-    """Lines of a pipe, read by a thread, so that a slow writer does not hold up the requests already running."""
+    """Lines of a pipe, read by a thread, so that a slow writer does not hold up what is running."""
 
     def __init__(self, stream: BinaryIO):
         self.exhausted = False
-        self._queue: queue.Queue[bytes | None | OSError] = queue.Queue(maxsize=_QUEUE_LINES)
-        # A daemon: nobody can wake a read of a pipe that never closes, and the process must still be able to end.
+        self._queue: queue.Queue[bytes | OSError | None] = queue.Queue(maxsize=_QUEUE_LINES)
+        # A daemon: nobody can wake a read of a pipe that never closes, yet the process must end.
         threading.Thread(target=self._read, args=(stream,), daemon=True, name="input").start()
 
     def _read(self, stream: BinaryIO) -> None:
@@ -131,7 +132,7 @@ def open_prompts(prompts: Sequence[str]) -> RunInput:
 
 
 def open_input(name: str) -> RunInput:
-    """Opens a file, or stdin for "-". A regular file is read once beforehand: for its hash and its number of lines.
+    """Opens a file, or stdin for "-". A regular file is read once beforehand, for its hash and length.
 
     Raises:
         UsageError: it cannot be read.
@@ -144,15 +145,18 @@ def open_input(name: str) -> RunInput:
         if path.exists() and not path.is_file() and not path.is_dir():
             return _piped(open(path, "rb", buffering=0))
         sha256, num_lines = _survey(path)
-        stream = open(path, "rb")  # noqa: SIM115 - read lazily, for as long as the run lasts
     except OSError as error:
         raise UsageError(f"cannot read --input={name}: {error.strerror}") from None
-    lines = ReadyLines(split_lines(lambda: stream.read(_CHUNK_BYTES)))
-    return RunInput(lines=lines, num_lines=num_lines, sha256=sha256)
+    return RunInput(lines=ReadyLines(_file_lines(path)), num_lines=num_lines, sha256=sha256)
 
 
 def _piped(stream: BinaryIO) -> RunInput:
     return RunInput(lines=PipedLines(stream), num_lines=None, sha256=None)
+
+
+def _file_lines(path: Path) -> Iterator[bytes]:
+    with open(path, "rb") as stream:
+        yield from split_lines(lambda: stream.read(_CHUNK_BYTES))
 
 
 def _survey(path: Path) -> tuple[str, int]:

@@ -1,11 +1,12 @@
-"""Where `jaxserve run` puts its records: one JSON line per input line, in input order, as soon as order allows.
+"""Where `jaxserve run` puts its records: a JSON line per input line, in input order, as soon as order allows.
 
     OUTPUT                 lines 0 .. n-1, always without a gap: its line k is the record of input line k
     OUTPUT.partial.jsonl   finished lines that wait for a slower one before them; gone at the end
 
-Every record is written, whole, the moment it exists (to the one file or to the other), so a kill at any point loses
-nothing that was finished and leaves at most one torn line, the last of a file. Memory holds two integers per waiting
-record. When OUTPUT is no regular file (stdout, a pipe) the waiting records stay in an unnamed temporary file.
+Every record is written, whole, the moment it exists (to the one file or to the other), so a kill at any
+point loses nothing that was finished and leaves at most one torn line, the last of a file. Memory holds
+two integers per waiting record. When OUTPUT is no regular file (stdout, a pipe) the waiting records
+stay in an unnamed temporary file.
 """
 
 import json
@@ -112,7 +113,7 @@ class OrderedWriter(AbstractContextManager["OrderedWriter"]):
             sys.stdout.flush()
             stream: BinaryIO = sys.stdout.buffer
         else:
-            stream = open(output, "wb", buffering=0)
+            stream = open(output, "wb", buffering=0)  # noqa: SIM115 - open as long as the writer is
         return cls(stream, tempfile.TemporaryFile(buffering=0))  # type: ignore[arg-type]
 
     @classmethod
@@ -126,8 +127,8 @@ class OrderedWriter(AbstractContextManager["OrderedWriter"]):
         """
         path = partial_path(output)
         try:
-            stream = open(output, "ab", buffering=0)
-            partial = open(path, "a+b", buffering=0)
+            stream = open(output, "ab", buffering=0)  # noqa: SIM115 - as above
+            partial = open(path, "a+b", buffering=0)  # noqa: SIM115
         except OSError as error:
             raise OutputError(f"cannot write {error.filename}: {error.strerror}") from None
         return cls(stream, partial, partial_file=path, next_index=next_index, waiting=waiting)
@@ -189,7 +190,7 @@ class OrderedWriter(AbstractContextManager["OrderedWriter"]):
             raise OutputError(f"cannot write the output: {error.strerror}") from None
 
     def close(self, complete: bool) -> None:
-        """Closes the files; the partial file goes when the run is complete, its records are all in the output."""
+        """Closes the files; the partial file goes when all its records are in the output."""
         if self._output is not sys.stdout.buffer:
             self._output.close()
         self._partial.close()

@@ -1,6 +1,7 @@
 """Ctrl-C and SIGTERM for `run`: at once while it starts, between two steps once there is work to keep.
 
-Invariant: after `defer()` no signal raises, however often it is sent; the loop asks `requested` between steps.
+Invariant: after `defer()` no signal raises, however often it is sent; the loop asks `requested` between
+steps.
 """
 
 import signal
@@ -41,6 +42,7 @@ class StopSignals(AbstractContextManager["StopSignals"]):
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         self._received = signal.Signals(signum)
         if not self._deferred:
+            self._deferred = True
             raise KeyboardInterrupt
 
     def __enter__(self) -> "StopSignals":
@@ -49,5 +51,7 @@ class StopSignals(AbstractContextManager["StopSignals"]):
         return self
 
     def __exit__(self, *exc: object) -> None:
+        if self.requested:
+            return  # the process is about to end: one more Ctrl-C must not break in on that
         for one, handler in self._previous.items():
             signal.signal(one, handler)  # type: ignore[arg-type]

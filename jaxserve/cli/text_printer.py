@@ -1,7 +1,7 @@
 """Prints the texts of the command line's prompts as they come, in the prompts' order.
 
-The first unfinished prompt is live; what the others produce meanwhile is kept and printed when their turn comes. One
-prompt: its text and nothing else. Several: each text under its prompt.
+The first unfinished prompt is live; what the others produce meanwhile is kept and printed when their
+turn comes. One prompt: its text and nothing else. Several: each text under its prompt.
 """
 
 from collections.abc import Sequence

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.device.programs import Program, ProgramTable
-from jaxserve.device.step import forward, forward_inputs, sample_rows, sampling_rows
+from jaxserve.device.step import forward_inputs, sample_rows, sampling_rows, select_rows
 from jaxserve.model.registry import ModelFunctions, Params
 from jaxserve.schedule.batch import DeviceBatch, SampledTokens
 from jaxserve.schedule.buckets import Bucket, Buckets
@@ -56,6 +56,7 @@ class StepShapes:
         max_pages: pages a sequence (P).
         layout: page layout of the attention backend.
         dtype: of activations and pages.
+        layers_per_program: consecutive layers compiled as one program; divides the number of layers.
     """
 
     model: ModelFunctions
@@ -65,6 +66,7 @@ class StepShapes:
     max_pages: int
     layout: str
     dtype: jnp.dtype
+    layers_per_program: int
 
     def abstract_pages(self) -> list[KVPages]:
         """The pages of every layer as shapes only."""
@@ -83,48 +85,75 @@ class StepShapes:
         """A batch without live tokens, with one row that counts as sampled."""
         return DeviceBatch.padding(bucket, self.buckets, self.max_pages, num_rows=1)
 
-    def forward_program(self, num_tokens: int) -> Program:
-        """The forward program of one rung; its pages are donated."""
+    def programs(self) -> list[Program]:
+        """Every program of the ladders, the slowest to compile first."""
+        tokens, rows = reversed(self.buckets.tokens), reversed(self.buckets.rows)
+        return [
+            *(program for t in tokens for program in self.token_programs(t)),
+            *(self.sample_program(r) for r in rows),
+        ]
+
+    def token_programs(self, num_tokens: int) -> list[Program]:
+        """The programs of one rung of T. `layers` gives back its input and its pages: both are donated."""
         inputs = forward_inputs(self.padding(Bucket(num_tokens, 1)))
-        return Program(
-            key=("forward", num_tokens),
-            function=functools.partial(forward, self.model),
-            arguments=(self.model.abstract_params, self.abstract_pages(), inputs),
-            donated=(1,),
-        )
+        params = self.model.abstract_params
+        x = jax.ShapeDtypeStruct((num_tokens, self.model.config.hidden_size), self.dtype)
+        run = slice(self.layers_per_program)
+        return [
+            Program(
+                key=("layers", num_tokens),
+                function=self.model.layers,
+                arguments=(
+                    self.model.layer_params(params)[run],
+                    self.abstract_pages()[run],
+                    x,
+                    inputs.positions,
+                    inputs.rows,
+                ),
+                donated=(1, 2),
+            ),
+            Program(
+                key=("embed", num_tokens),
+                function=self.model.embed,
+                arguments=(params["embed"], inputs.token_ids),
+            ),
+            Program(
+                key=("select", num_tokens), function=select_rows, arguments=(x, inputs.logit_rows)
+            ),
+        ]
 
     def sample_program(self, num_rows: int) -> Program:
-        """The sampling program of one rung."""
+        """The program of one rung of R."""
         hidden_shape = (self.buckets.max_num_seqs, self.model.config.hidden_size)
         hidden = jax.ShapeDtypeStruct(hidden_shape, self.dtype)
         rows = sampling_rows(self.padding(Bucket(1, num_rows)))
         return Program(
             key=("sample", num_rows),
             function=functools.partial(sample_rows, self.model),
-            arguments=(self.model.abstract_params, hidden, rows),
+            arguments=(self.model.head_params(self.model.abstract_params), hidden, rows),
         )
-
-    def programs(self) -> list[Program]:
-        """Every program of the ladders, the slowest to compile first."""
-        return [
-            *(self.forward_program(t) for t in reversed(self.buckets.tokens)),
-            *(self.sample_program(r) for r in reversed(self.buckets.rows)),
-        ]
 
 
 def largest_step_bytes(shapes: StepShapes) -> int:
     """Device memory, in bytes, that the largest step takes beyond params and pages.
 
-    Compiles the two largest programs, with whatever small pool `shapes` names; the pool's size hardly matters to it.
+    Compiles the largest programs against whatever small pool `shapes` names: the pool's size hardly matters to it.
     """
     table = ProgramTable()
     largest = [
-        shapes.forward_program(shapes.buckets.tokens[-1]),
+        *shapes.token_programs(shapes.buckets.tokens[-1]),
         shapes.sample_program(shapes.buckets.rows[-1]),
     ]
     table.compile_all(largest)
-    analyses = [table[program.key].memory_analysis() for program in largest]
-    return max(int(a.temp_size_in_bytes + a.output_size_in_bytes - a.alias_size_in_bytes) for a in analyses)
+    sizes = []
+    for program in largest:
+        analysis = table[program.key].memory_analysis()
+        sizes.append(
+            analysis.temp_size_in_bytes
+            + analysis.output_size_in_bytes
+            - analysis.alias_size_in_bytes
+        )
+    return int(max(sizes))
 
 
 class DeviceExecutor:
@@ -139,6 +168,8 @@ class DeviceExecutor:
     def __init__(self, shapes: StepShapes, params: Params, *, backend: str):
         self._shapes = shapes
         self._params = params
+        self._layer_params = shapes.model.layer_params(params)
+        self._head_params = shapes.model.head_params(params)
         self._backend = backend
         self._kv_pages: list[KVPages] = []
         self._programs = ProgramTable()
@@ -173,10 +204,19 @@ class DeviceExecutor:
 
     def submit(self, batch: DeviceBatch) -> DeviceStep:
         """Starts a step; returns before it is done where the platform allows."""
-        run_forward = self._programs["forward", batch.bucket.num_tokens]
-        hidden, self._kv_pages = run_forward(self._params, self._kv_pages, forward_inputs(batch))
+        num_tokens = batch.bucket.num_tokens
+        inputs = jax.device_put(forward_inputs(batch))
+        x = self._programs["embed", num_tokens](self._params["embed"], inputs.token_ids)
+        run_layers = self._programs["layers", num_tokens]
+        size = self._shapes.layers_per_program
+        for begin in range(0, len(self._layer_params), size):
+            run = slice(begin, begin + size)
+            x, self._kv_pages[run] = run_layers(
+                self._layer_params[run], self._kv_pages[run], x, inputs.positions, inputs.rows
+            )
+        hidden = self._programs["select", num_tokens](x, inputs.logit_rows)
         outputs = None
         if batch.num_rows:
             run_sample = self._programs["sample", batch.bucket.num_rows]
-            outputs = run_sample(self._params, hidden, sampling_rows(batch))
+            outputs = run_sample(self._head_params, hidden, sampling_rows(batch))
         return DeviceStep(batch.num_rows, outputs, hidden)

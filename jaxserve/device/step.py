@@ -1,10 +1,12 @@
-"""The two pure functions that make up a step; `programs.py` compiles them, one per rung of a ladder.
+"""The pure functions that make up a step; `executor.py` compiles each once per rung of its ladder.
 
-    forward  (T)   tokens of the step -> pages written, hidden states of the rows that need logits
-    sample   (R)   the first R of those rows -> logits -> one token each
+    embed   (T)   token ids -> [T, E]
+    layers  (T)   a run of consecutive layers: [T, E] -> [T, E], pages written; called for one run after the other
+    select  (T)   the rows that need logits: [T, E] -> [S, E]
+    sample  (R)   the first R of those rows -> logits -> one token each
 
-Splitting them here makes len(T) + len(R) programs instead of len(T) x len(R), and lets a step that samples nothing
-(the middle of a long prompt) skip the head.
+Cutting a step here makes a few small programs instead of len(T) x len(R) large ones: every run of layers shares one
+program, and a step that samples nothing (the middle of a long prompt) skips the head.
 """
 
 from typing import NamedTuple
@@ -16,11 +18,10 @@ from jaxserve.model.registry import ModelFunctions, Params
 from jaxserve.sample.logprobs import chosen_logprobs
 from jaxserve.sample.sampler import SamplingRows, sample
 from jaxserve.schedule.batch import DeviceBatch
-from pallas_kernels.ragged_paged_attention.layout import KVPages
 
 
 class ForwardInputs(NamedTuple):
-    """The part of a batch that `forward` reads. Shapes as in `DeviceBatch`."""
+    """The part of a batch that the layers read. Shapes as in `DeviceBatch`."""
 
     token_ids: jax.Array
     positions: jax.Array
@@ -29,7 +30,7 @@ class ForwardInputs(NamedTuple):
 
 
 def forward_inputs(batch: DeviceBatch) -> ForwardInputs:
-    """The batch's arrays, untouched, in the shape that `forward` takes."""
+    """The batch's arrays, untouched, in the shape that the layers take."""
     rows = PagedRows(
         kv_lens=batch.kv_lens,  # type: ignore[arg-type]
         page_table=batch.page_table,  # type: ignore[arg-type]
@@ -52,34 +53,19 @@ def sampling_rows(batch: DeviceBatch) -> SamplingRows:
     )
 
 
-def forward(
-    model: ModelFunctions, params: Params, kv_pages: list[KVPages], inputs: ForwardInputs
-) -> tuple[jax.Array, list[KVPages]]:
-    """Runs the layers over a step's tokens.
-
-    Args:
-        model: static.
-        params: weights.
-        kv_pages: one per layer; donated.
-        inputs: the batch.
-
-    Returns:
-        (hidden states [S, E] of `logit_rows`, the pages of every layer).
-    """
-    hidden, kv_pages = model.hidden(
-        params, inputs.token_ids, inputs.positions, inputs.rows, kv_pages
-    )
-    return hidden.at[inputs.logit_rows].get(mode="clip"), kv_pages
+def select_rows(x: jax.Array, logit_rows: jax.Array) -> jax.Array:
+    """[S, E]: the tokens of x [T, E] that `logit_rows` i32[S] names; padding entries name token 0."""
+    return x.at[logit_rows].get(mode="clip")
 
 
 def sample_rows(
-    model: ModelFunctions, params: Params, hidden: jax.Array, rows: SamplingRows
+    model: ModelFunctions, head_params: Params, hidden: jax.Array, rows: SamplingRows
 ) -> tuple[jax.Array, jax.Array]:
     """Head and sampler over the first R hidden rows.
 
     Args:
         model: static.
-        params: weights.
+        head_params: from `model.head_params`.
         hidden: [S, E].
         rows: sampling parameters of R <= S rows.
 
@@ -87,6 +73,6 @@ def sample_rows(
         (token ids i32[R], logprobs f32[R] of these tokens under the raw logits).
     """
     num_rows = rows.temperature.shape[0]
-    logits = model.logits(params, hidden[:num_rows])
+    logits = model.logits(head_params, hidden[:num_rows])
     token_ids = sample(logits, rows)
     return token_ids, chosen_logprobs(logits, token_ids)

@@ -1,8 +1,11 @@
 """Model families by architecture name, and the model as functions over a plain params dict.
 
-`ModelFunctions` is all that the device layer knows of a model: it merges params into the NNX graph inside a trace.
+`ModelFunctions` is all that the device layer knows of a model: it merges params into the NNX graphs inside a trace.
+The loop over layers takes any run of consecutive layers, so that a caller may compile all of them as one program or
+compile a few and call that program again and again.
 """
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +14,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxserve.model.attention import PagedRows
-from jaxserve.model.llama import Llama
+from jaxserve.model.llama import ModelParts, llama_parts
+from jaxserve.model.rope import inverse_frequencies, rotation
 from jaxserve.model_config import ModelConfig
 from pallas_kernels.ragged_paged_attention.layout import KVPages
 
-ARCHITECTURES: dict[str, type[Llama]] = {"llama": Llama}
+ARCHITECTURES: dict[str, Callable[[ModelConfig, jnp.dtype, str], ModelParts]] = {
+    "llama": llama_parts
+}
 
 Params = dict[str, Any]  # nested dict of arrays
 
@@ -26,28 +32,70 @@ class ModelFunctions:
 
     Args:
         config: shapes and constants.
-        graph: the NNX graph definition.
-        abstract_params: nested dict of `jax.ShapeDtypeStruct`: what `hidden` and `logits` expect as params.
+        graphs: the NNX graph definitions of embedding, block and head.
+        abstract_params: nested dict of `jax.ShapeDtypeStruct`: what params must look like.
     """
 
     config: ModelConfig
-    graph: nnx.GraphDef
+    graphs: dict[str, nnx.GraphDef]
     abstract_params: Params
 
-    def hidden(
+    def layer_params(self, params: Params) -> list[Params]:
+        """One tree per layer, in order."""
+        return [params["layers"][i] for i in range(self.config.num_layers)]
+
+    def head_params(self, params: Params) -> Params:
+        """The part of the tree that `logits` reads."""
+        head = "embed" if self.config.tie_word_embeddings else "lm_head"
+        return {"norm": params["norm"], head: params[head]}
+
+    def embed(self, embed_params: Params, token_ids: jax.Array) -> jax.Array:
+        """Token embeddings.
+
+        Args:
+            embed_params: params["embed"].
+            token_ids: i32[T].
+
+        Returns:
+            [T, E].
+        """
+        return nnx.merge(self.graphs["embed"], embed_params)(token_ids)
+
+    def layers(
         self,
-        params: Params,
-        token_ids: jax.Array,
+        layer_params: Sequence[Params],
+        kv_pages: Sequence[KVPages],
+        x: jax.Array,
         positions: jax.Array,
         rows: PagedRows,
-        kv_pages: list[KVPages],
     ) -> tuple[jax.Array, list[KVPages]]:
-        """See `Llama.hidden`."""
-        return nnx.merge(self.graph, params).hidden(token_ids, positions, rows, kv_pages)
+        """Runs consecutive layers; the tokens' keys and values go into the pages.
 
-    def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
-        """See `Llama.logits`."""
-        return nnx.merge(self.graph, params).logits(hidden)
+        Args:
+            layer_params, kv_pages: one per layer; pages are donated by the caller.
+            x: [T, E], the output of the layer before.
+            positions: i32[T], absolute.
+            rows: where each row stands in the pages.
+
+        Returns:
+            ([T, E], the pages of these layers).
+        """
+        inv_freq = inverse_frequencies(self.config.rope, self.config.head_dim)
+        cos, sin = rotation(inv_freq, positions)
+        written = []
+        for one, kv in zip(layer_params, kv_pages, strict=True):
+            x, kv = nnx.merge(self.graphs["block"], one)(x, cos, sin, rows, kv)
+            written.append(kv)
+        return x, written
+
+    def logits(self, head_params: Params, hidden: jax.Array) -> jax.Array:
+        """f32[R, V] of hidden rows [R, E]: final norm and head.
+
+        Args:
+            head_params: from `head_params`.
+            hidden: [R, E], the output of the last layer.
+        """
+        return nnx.merge(self.graphs["head"], head_params)(hidden)
 
 
 def build_model(config: ModelConfig, dtype: jnp.dtype, backend: str) -> ModelFunctions:
@@ -58,6 +106,12 @@ def build_model(config: ModelConfig, dtype: jnp.dtype, backend: str) -> ModelFun
         dtype: of weights, activations and KV.
         backend: attention backend, a name of `pallas_kernels.dispatch`.
     """
-    family = ARCHITECTURES[config.architecture]
-    graph, state = nnx.split(nnx.eval_shape(lambda: family(config, dtype, backend)))
-    return ModelFunctions(config=config, graph=graph, abstract_params=nnx.to_pure_dict(state))
+    parts = ARCHITECTURES[config.architecture](config, dtype, backend)
+    graphs: dict[str, nnx.GraphDef] = {}
+    trees: dict[str, Mapping[str, Any]] = {}
+    for name, make in parts._asdict().items():
+        graphs[name], state = nnx.split(nnx.eval_shape(make))
+        trees[name] = nnx.to_pure_dict(state)
+    layers = {i: trees["block"] for i in range(config.num_layers)}
+    params = {**trees["head"], "embed": trees["embed"], "layers": layers}
+    return ModelFunctions(config=config, graphs=graphs, abstract_params=params)

@@ -148,6 +148,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self._local = threading.local()
         for name, function in list(self.filters.items()):
             self.filters[name] = self.guarded(name, function)
+        self.filters |= {_TICKED: self._ticked, _JOINED: self._joined}
+        del self.globals["lipsum"]  # makes any amount of text; no chat needs it
 
     def render(self, template: jinja2.Template, budget: Budget, **variables: Any) -> str:
         """Render within a budget.
@@ -177,14 +179,13 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def _generate(
         self, source: nodes.Template, name: Any, filename: Any, defer_init: bool = False
     ) -> str:
-        self.filters[_TICKED] = jinja2.pass_context(self._ticked)
-        self.filters[_JOINED] = jinja2.pass_context(self._joined)
         for loop in list(source.find_all(nodes.For)):
             loop.iter = _filter_node(_TICKED, loop.iter)
         for concat in list(source.find_all(nodes.Concat)):
-            concat.nodes = [_filter_node(_JOINED, nodes.List(concat.nodes, "load"))]
+            concat.nodes = [_filter_node(_JOINED, nodes.List(concat.nodes))]
         return super()._generate(source, name, filename, defer_init)
 
+    @jinja2.pass_context  # so that constants are not folded
     def _ticked(self, context: Context, iterable: Iterable[Any]) -> Iterable[Any]:
         """The iterable of a loop, looking at the clock each round; a sized one stays sized."""
         return (
@@ -199,6 +200,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             budget.tick()
             yield item
 
+    @jinja2.pass_context
     def _joined(self, context: Context, values: list[Any]) -> str:
         """`a ~ b`."""
         self._budget.check_value(values)

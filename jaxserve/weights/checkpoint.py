@@ -1,8 +1,10 @@
 """`Checkpoint`: an opened model on disk, whatever its format; and `TensorSource`, what a format has to offer.
 
-Made by `loader.open_checkpoint`. Opening reads headers and metadata only; tensors are mapped or dequantised one at a time.
+Made by `loader.open_checkpoint`. Opening reads headers and metadata only; tensors are mapped or
+dequantised one at a time.
 
-Invariant: tensors carry Hugging Face names and orientation ([out, in] for a projection), whatever the file holds.
+Invariant: tensors carry Hugging Face names and orientation ([out, in] for a projection), whatever
+the file holds.
 """
 
 from collections.abc import Iterator, Mapping
@@ -62,7 +64,8 @@ class Checkpoint:
         source: the tensors.
         tokenizer_json: text of tokenizer.json, or None when there is none.
         tokenizer_config: tokenizer_config.json, or its equivalent from GGUF metadata; {} when there is none.
-        generation_config: generation_config.json, or its equivalent from GGUF metadata; {} when there is none.
+        generation_config: generation_config.json, or its equivalent from GGUF metadata; {} when
+            there is none.
         chat_template: chat_template.jinja, else the template of tokenizer_config, else None.
         hf_config: config.json, or its equivalent from GGUF metadata.
     """

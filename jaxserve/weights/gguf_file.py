@@ -1,9 +1,12 @@
 """The GGUF container: metadata and tensor table of one file, every read checked against the file's size.
 
-Used by `gguf.py`. The `gguf` package gives the type tables and the dequantisation; the container is parsed here, since
-its own reader takes lengths on trust: a truncated or hostile file would read zeros or loop for ever.
+Used by `gguf.py`. The `gguf` package gives the type tables and the dequantisation; the container is
+parsed here, since its own reader takes lengths on trust: a truncated or hostile file would read
+zeros or loop for ever.
 
-    | "GGUF" version num_tensors num_pairs | key-value pairs | tensor table | padding | data, each tensor aligned |
+    | "GGUF" version num_tensors num_pairs | key-value pairs | tensor table | padding | data |
+
+Every tensor in the data begins at a multiple of general.alignment (32 where it is not given).
 
 Source: the GGUF specification, https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -67,7 +70,9 @@ class GGUFFile:
 
     def raw(self, tensor: GGUFTensor) -> np.ndarray:
         """The stored bytes, u8[num_bytes], as a read-only view of the mapped file."""
-        view = np.memmap(self.path, np.uint8, mode="r", offset=tensor.begin, shape=(tensor.num_bytes,))
+        view = np.memmap(
+            self.path, np.uint8, mode="r", offset=tensor.begin, shape=(tensor.num_bytes,)
+        )
         return np.asarray(view)
 
 
@@ -83,7 +88,9 @@ class _Cursor:
     def take(self, num_bytes: int) -> bytes:
         end = self.position + num_bytes
         if end > len(self.data):
-            raise self.error(f"truncated: {num_bytes} bytes wanted, {len(self.data) - self.position} left,")
+            raise self.error(
+                f"truncated: {num_bytes} bytes wanted, {len(self.data) - self.position} left,"
+            )
         raw = self.data[self.position : end].tobytes()
         self.position = end
         return raw
@@ -137,7 +144,9 @@ def read_gguf(path: Path) -> GGUFFile:
     size = path.stat().st_size
     kind = what_it_looks_like(path)
     if kind != "a GGUF file" or size < 24:
-        raise CheckpointError(f"{path}: expected a GGUF file, found {kind or 'something else'} ({size} bytes)")
+        raise CheckpointError(
+            f"{path}: expected a GGUF file, found {kind or 'something else'} ({size} bytes)"
+        )
     cursor = _Cursor(path, np.asarray(np.memmap(path, np.uint8, mode="r")))
     cursor.take(4)
     version = cursor.u32()
@@ -155,7 +164,9 @@ def read_gguf(path: Path) -> GGUFFile:
     rows = [_tensor_row(cursor) for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 1:
-        raise CheckpointError(f"{path}: general.alignment must be an integer >= 1, got {alignment!r}")
+        raise CheckpointError(
+            f"{path}: general.alignment must be an integer >= 1, got {alignment!r}"
+        )
     start = -(-cursor.position // alignment) * alignment
     tensors: dict[str, GGUFTensor] = {}
     for name, tensor_kind, shape, offset in rows:
@@ -170,7 +181,9 @@ def _tensor_row(cursor: _Cursor) -> tuple[str, GGMLQuantizationType, tuple[int, 
     name = cursor.text()
     num_dims = cursor.u32()
     if not 1 <= num_dims <= _MAX_DIMS:
-        raise cursor.error(f"tensor {name!r}: number of dimensions must be in [1, {_MAX_DIMS}], got {num_dims}")
+        raise cursor.error(
+            f"tensor {name!r}: number of dimensions must be in [1, {_MAX_DIMS}], got {num_dims}"
+        )
     shape = tuple(cursor.u64() for _ in range(num_dims))[::-1]
     number = cursor.u32()
     try:
@@ -186,7 +199,8 @@ def _place(
     block, block_bytes = GGML_QUANT_SIZES[kind]
     if shape[-1] % block:
         raise CheckpointError(
-            f"{path}: tensor {name!r}: rows of {kind.name} must be a multiple of {block} long, found {shape[-1]}"
+            f"{path}: tensor {name!r}: rows of {kind.name} must be a multiple of {block} long,"
+            f" found {shape[-1]}"
         )
     num_bytes = shape[-1] // block * block_bytes
     for n in shape[:-1]:  # Python ints: a product that overflows 64 bits cannot wrap to a small one

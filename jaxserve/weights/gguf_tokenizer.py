@@ -1,7 +1,8 @@
 """tokenizer.json, tokenizer_config.json and the chat template, rebuilt from GGUF metadata.
 
-Used by `gguf.py`. GGUF stores a byte-level BPE as tokens, merges and the *name* of its pre-tokenizer; the name stands
-for how text is cut before BPE, so an unknown one is refused: guessing would tokenize almost everything right.
+Used by `gguf.py`. GGUF stores a byte-level BPE as tokens, merges and the *name* of its
+pre-tokenizer; the name stands for how text is cut before BPE, so an unknown one is refused:
+guessing would tokenize almost everything right.
 """
 
 from collections.abc import Mapping
@@ -21,7 +22,9 @@ def _byte_level() -> Any:
 # tokenizer.ggml.pre -> how text is cut. "smollm" splits every digit off first.
 _PRE_TOKENIZERS = {
     "gpt-2": _byte_level,
-    "smollm": lambda: pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _byte_level()]),
+    "smollm": lambda: pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), _byte_level()]
+    ),
 }
 
 
@@ -33,26 +36,28 @@ def tokenizer_json(path: Path, metadata: Mapping[str, Any]) -> str | None:
         metadata: its key-value pairs.
 
     Raises:
-        CheckpointError: a tokenizer model or pre-tokenizer that is not known, or tables that do not fit together.
+        CheckpointError: a tokenizer model or pre-tokenizer that is not known, or tables that do not
+            fit together.
     """
     model = metadata.get("tokenizer.ggml.model")
     if model is None or model == "no_vocab":
         return None
     if model != "gpt2":
-        raise CheckpointError(f"{path}: tokenizer.ggml.model must be 'gpt2' (byte-level BPE), got {model!r}")
+        raise CheckpointError(
+            f"{path}: tokenizer.ggml.model must be 'gpt2' (byte-level BPE), got {model!r}"
+        )
     pre = metadata.get("tokenizer.ggml.pre")
     if pre not in _PRE_TOKENIZERS:
         raise CheckpointError(
             f"{path}: tokenizer.ggml.pre must be one of {', '.join(_PRE_TOKENIZERS)}, got {pre!r}"
         )
     tokens = _strings(path, metadata, "tokens")
-    merges = [tuple(merge.split(" ")) for merge in _strings(path, metadata, "merges")]
     vocab = {token: number for number, token in enumerate(tokens)}
     if len(vocab) != len(tokens):
-        raise CheckpointError(f"{path}: tokenizer.ggml.tokens holds {len(tokens) - len(vocab)} duplicates")
-    for merge in merges:
-        if len(merge) != 2 or not {*merge, "".join(merge)} <= vocab.keys():
-            raise CheckpointError(f"{path}: tokenizer.ggml.merges: {' '.join(merge)!r} is no merge of two tokens")
+        raise CheckpointError(
+            f"{path}: tokenizer.ggml.tokens holds {len(tokens) - len(vocab)} duplicates"
+        )
+    merges = [_merge(path, text, vocab) for text in _strings(path, metadata, "merges")]
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     tokenizer.pre_tokenizer = _PRE_TOKENIZERS[pre]()
     tokenizer.decoder = decoders.ByteLevel()
@@ -60,14 +65,27 @@ def tokenizer_json(path: Path, metadata: Mapping[str, Any]) -> str | None:
     if metadata.get("tokenizer.ggml.add_bos_token"):
         bos_id, bos = _token(path, metadata, tokens, "bos_token_id")
         if bos is None:
-            raise CheckpointError(f"{path}: tokenizer.ggml.add_bos_token is true, but there is no bos_token_id")
+            raise CheckpointError(
+                f"{path}: tokenizer.ggml.add_bos_token is true, but there is no bos_token_id"
+            )
         tokenizer.post_processor = processors.TemplateProcessing(
             single=[bos, "$A"], pair=[bos, "$A", bos, "$B"], special_tokens=[(bos, bos_id)]
         )
     return tokenizer.to_str(pretty=True) + "\n"
 
 
-def _add_special_tokens(path: Path, metadata: Mapping[str, Any], tokenizer: Tokenizer, tokens: list[str]) -> None:
+def _merge(path: Path, text: str, vocab: Mapping[str, int]) -> tuple[str, str]:
+    left, _, right = text.partition(" ")
+    if not {left, right, left + right} <= vocab.keys():
+        raise CheckpointError(
+            f"{path}: tokenizer.ggml.merges: {text!r} is no merge of two tokens into a third"
+        )
+    return left, right
+
+
+def _add_special_tokens(
+    path: Path, metadata: Mapping[str, Any], tokenizer: Tokenizer, tokens: list[str]
+) -> None:
     kinds = metadata.get("tokenizer.ggml.token_type") or [TokenType.NORMAL] * len(tokens)
     if not isinstance(kinds, list) or len(kinds) != len(tokens):
         raise CheckpointError(f"{path}: tokenizer.ggml.token_type must hold {len(tokens)} entries")
@@ -84,12 +102,16 @@ def _strings(path: Path, metadata: Mapping[str, Any], key: str) -> list[str]:
     return value
 
 
-def _token(path: Path, metadata: Mapping[str, Any], tokens: list[str], key: str) -> tuple[int, str | None]:
+def _token(
+    path: Path, metadata: Mapping[str, Any], tokens: list[str], key: str
+) -> tuple[int, str | None]:
     number = metadata.get(f"tokenizer.ggml.{key}")
     if number is None:
         return -1, None
     if not isinstance(number, int) or not 0 <= number < len(tokens):
-        raise CheckpointError(f"{path}: tokenizer.ggml.{key} must be in [0, {len(tokens)}), got {number!r}")
+        raise CheckpointError(
+            f"{path}: tokenizer.ggml.{key} must be in [0, {len(tokens)}), got {number!r}"
+        )
     return number, tokens[number]
 
 

@@ -1,14 +1,15 @@
 """The Hugging Face directory: config.json, tokenizer files and *.safetensors, read and written.
 
-`loader.open_checkpoint` reads one; `fetch` and the tests write one. Only data formats are touched: a directory whose
-weights are pickles (.bin, .pt, .pth, .pkl, ...) is refused, because reading one runs code.
+`loader.open_checkpoint` reads one; `fetch` and the tests write one. Only data formats are touched:
+a directory whose weights are pickles (.bin, .pt, .pth, .pkl, ...) is refused, because reading one
+runs code.
 """
 
 import json
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -22,12 +23,15 @@ PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 _OTHER_SUFFIXES = (".h5", ".msgpack", ".npz", ".onnx", ".gguf")
 _MAX_SHARD_BYTES = 4 << 30
 
+Pairs = Iterable[tuple[str, np.ndarray]]
+
 
 def refuse_pickle(path: Path) -> None:
     """Raises CheckpointError when the file's name says that it is a pickle."""
     if path.suffix in PICKLE_SUFFIXES:
         raise CheckpointError(
-            f"{path}: {path.suffix} files are pickles, which run code when read; only .safetensors and .gguf are read"
+            f"{path}: {path.suffix} files are pickles, which run code when read;"
+            " only .safetensors and .gguf are read"
         )
 
 
@@ -118,7 +122,7 @@ def write_json(path: Path, value: object) -> None:
 def write_hf_directory(
     directory: Path,
     config: Mapping[str, Any],
-    tensors: Mapping[str, np.ndarray] | Iterable[tuple[str, np.ndarray]],
+    tensors: Mapping[str, np.ndarray] | Pairs,
     *,
     tokenizer_json: str | None = None,
     tokenizer_config: Mapping[str, Any] | None = None,
@@ -153,7 +157,7 @@ def write_hf_directory(
 
 def _write_weights(
     directory: Path,
-    tensors: Mapping[str, np.ndarray] | Iterable[tuple[str, np.ndarray]],
+    tensors: Mapping[str, np.ndarray] | Pairs,
     max_shard_bytes: int,
 ) -> None:
     shards: list[list[str]] = []
@@ -170,7 +174,7 @@ def _write_weights(
         pending.clear()
 
     total = 0
-    for name, array in tensors.items() if isinstance(tensors, Mapping) else tensors:
+    for name, array in cast(Pairs, tensors.items() if isinstance(tensors, Mapping) else tensors):
         if pending and sum(a.nbytes for a in pending.values()) + array.nbytes > max_shard_bytes:
             flush()
         # The library writes the buffer as it lies: a transposed view would be stored scrambled.
@@ -185,4 +189,6 @@ def _write_weights(
         file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
         part(number).rename(directory / file)
         weight_map |= dict.fromkeys(names, file)
-    write_json(directory / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    write_json(
+        directory / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map}
+    )

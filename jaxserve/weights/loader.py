@@ -1,9 +1,11 @@
 """From a name to parameters: `resolve_model` -> `open_checkpoint` -> `load_params`.
 
-Called by `build.py`, `fetch` and the tests. Everything a header can tell (missing, unknown, wrong shape, wrong dtype)
-is checked before the first weight is read; then tensors stream through one at a time.
+Called by `build.py`, `fetch` and the tests. Everything a header can tell (missing, unknown, wrong
+shape, wrong dtype) is checked before the first weight is read; then tensors stream through one at a
+time.
 
-Invariant: every parameter of the model is assigned exactly once, from a tensor of the right name, shape and kind.
+Invariant: every parameter of the model is assigned exactly once, from a tensor of the right name,
+shape and kind.
 """
 
 import dataclasses
@@ -24,7 +26,9 @@ from jaxserve.weights.manifest import checkpoint_folders, manifest_names
 from jaxserve.weights.name_maps import ParamSpec
 
 _LOG = logging.getLogger(__name__)
-_COMPARE_ROWS = 4096  # rows of the embedding compared at a time, so that a big head is never held twice
+_COMPARE_ROWS = (
+    4096  # rows of the embedding compared at a time, so that a big head is never held twice
+)
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -45,14 +49,17 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error})") from None
     if path.suffix == ".safetensors":
-        raise CheckpointError(f"{path}: give the directory that holds this file and its config.json")
+        raise CheckpointError(
+            f"{path}: give the directory that holds this file and its config.json"
+        )
     raise CheckpointError(f"{path}: expected a checkpoint directory or a .gguf file")
 
 
 def resolve_model(name_or_path: str | Path) -> Path:
     """Turns what a user typed into a path: a directory, a .gguf file, or a NAME that was fetched.
 
-    A NAME is looked up in ./checkpoints, then in the user's cache. A path that holds a checkpoint wins over a NAME.
+    A NAME is looked up in ./checkpoints, then in the user's cache. A path that holds a checkpoint
+    wins over a NAME.
 
     Raises:
         CheckpointError: nothing found; lists what was tried, and how to fetch a NAME that has a manifest.
@@ -83,7 +90,8 @@ def load_params(
 ) -> tuple[dict[str, Any], ModelConfig]:
     """Reads every parameter into host memory.
 
-    A head: with tie_word_embeddings true and no stored lm_head.weight, or one equal to the embedding, the head is
+    A head: with tie_word_embeddings true and no stored lm_head.weight, or one equal to the
+        embedding, the head is
     the embedding. If the stored head differs it is kept, with a warning, as transformers does. With
     tie_word_embeddings false it must be there.
 
@@ -93,8 +101,8 @@ def load_params(
         abstract: optional tree of objects with a `.shape`; the result must match it leaf by leaf.
 
     Returns:
-        The nested dict of numpy arrays that `model/` takes (kernels are [in, out], layer keys are ints), and the
-        config with the head that was really loaded.
+        The nested dict of numpy arrays that `model/` takes (kernels are [in, out], layer keys are
+        ints), and the config with the head that was really loaded.
 
     Raises:
         CheckpointError: a tensor is missing, unknown, of the wrong shape or of an unreadable dtype.
@@ -110,13 +118,15 @@ def load_params(
         node = params
         for key in spec.path[:-1]:
             node = node.setdefault(key, {})
-        # A copy even where nothing changes: a view of the mapped file would fault if the file were cut under it.
+        # A copy even where nothing changes: a view of the mapped file would fault if the file were
+        # cut under it.
         node[spec.path[-1]] = np.array(array, dtype=np.dtype(dtype), order="C")
     return params, config
 
 
 def check_tensors(checkpoint: Checkpoint) -> ModelConfig:
-    """Checks a checkpoint's tensors against its config, by the headers; reads weights only to compare a tied head.
+    """Checks a checkpoint's tensors against its config, by the headers; reads weights only to
+    compare a tied head.
 
     Returns:
         The config with the head that `load_params` will load.
@@ -128,7 +138,9 @@ def check_tensors(checkpoint: Checkpoint) -> ModelConfig:
     specs = name_maps.param_specs(config)
     for spec in specs:
         _check_one(checkpoint, spec)
-    known = {spec.name for spec in specs} | ({name_maps.HEAD} if config.tie_word_embeddings else set())
+    known = {spec.name for spec in specs} | (
+        {name_maps.HEAD} if config.tie_word_embeddings else set()
+    )
     for name, info in checkpoint.source.infos.items():
         if name not in known and not name_maps.is_ignored(name):
             raise CheckpointError(
@@ -193,5 +205,6 @@ def _check_tree(abstract: Mapping[Any, Any], specs: list[ParamSpec]) -> None:
         if expected.get(path) != found.get(path):
             name = "/".join(str(key) for key in path)
             raise CheckpointError(
-                f"parameter {name}: the model expects {found.get(path)}, the checkpoint gives {expected.get(path)}"
+                f"parameter {name}: the model expects {found.get(path)},"
+                f" the checkpoint gives {expected.get(path)}"
             )

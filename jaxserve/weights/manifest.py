@@ -7,6 +7,7 @@ Read by `loader.resolve_model` and `fetch`. A manifest is checkpoints/NAME.toml:
     and for both: licence, description
 """
 
+import dataclasses
 import re
 import tomllib
 from dataclasses import dataclass
@@ -80,7 +81,8 @@ def checkpoint_folders() -> tuple[Path, Path]:
 
 
 def default_destination() -> Path:
-    """Where a fetch goes: ./checkpoints where that holds manifests (a source checkout), else the user's cache."""
+    """Where a fetch goes: ./checkpoints where that holds manifests (a source checkout), else the
+    user's cache."""
     here, cache = checkpoint_folders()
     return here if any(here.glob("*.toml")) else cache
 
@@ -92,9 +94,9 @@ def manifest_folder() -> Path:
     return inside if inside.is_dir() else package.parent / "checkpoints"
 
 
-def manifest_names() -> list[str]:
-    """The names that `jaxserve fetch` knows, sorted."""
-    return sorted(path.stem for path in manifest_folder().glob("*.toml"))
+def manifest_names(folder: Path | None = None) -> list[str]:
+    """The names that have a manifest, sorted; None = this project's manifests."""
+    return sorted(path.stem for path in (folder or manifest_folder()).glob("*.toml"))
 
 
 def is_name(text: str) -> bool:
@@ -127,8 +129,11 @@ def read_manifest(path: Path) -> Manifest:
     if kind not in _SOURCES:
         raise CheckpointError(f"{path}: source must be one of {', '.join(_SOURCES)}, got {kind!r}")
     common = {key: values.pop(key) for key in ("licence", "description") if key in values}
-    try:
-        source = _SOURCES[kind](**values)
-    except TypeError as error:
-        raise CheckpointError(f"{path}: source {kind!r}: {error}") from None
-    return Manifest(name=path.stem, source=source, **common)
+    fields = dataclasses.fields(_SOURCES[kind])
+    for field in fields:
+        if field.default is dataclasses.MISSING and field.name not in values:
+            raise CheckpointError(f"{path}: source {kind!r} needs the key {field.name!r}")
+    for key in values:
+        if key not in {field.name for field in fields}:
+            raise CheckpointError(f"{path}: source {kind!r} has no key {key!r}")
+    return Manifest(name=path.stem, source=_SOURCES[kind](**values), **common)

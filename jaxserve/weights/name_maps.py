@@ -1,6 +1,7 @@
 """Which tensor of a checkpoint becomes which parameter: the tables of `weights`, as data.
 
-Read by `loader.py` (Hugging Face names -> the params tree of `model/`) and `gguf.py` (GGUF names -> Hugging Face names).
+Read by `loader.py` (Hugging Face names -> the params tree of `model/`) and `gguf.py` (GGUF names ->
+Hugging Face names).
 
 Invariant: one row per parameter. A checkpoint loads only if its tensors and these rows match one to one.
 """
@@ -49,7 +50,9 @@ def is_ignored(name: str) -> bool:
     return _IGNORED.fullmatch(name) is not None
 
 
-def _linear(name: str, path: tuple[str | int, ...], shape: tuple[int, int], bias: bool) -> list[ParamSpec]:
+def _linear(
+    name: str, path: tuple[str | int, ...], shape: tuple[int, int], bias: bool
+) -> list[ParamSpec]:
     specs = [ParamSpec(name=f"{name}.weight", path=(*path, "kernel"), shape=shape, transpose=True)]
     if bias:
         specs.append(ParamSpec(name=f"{name}.bias", path=(*path, "bias"), shape=shape[:1]))
@@ -59,11 +62,20 @@ def _linear(name: str, path: tuple[str | int, ...], shape: tuple[int, int], bias
 def _llama(config: ModelConfig) -> list[ParamSpec]:
     hidden, ffn = config.hidden_size, config.intermediate_size
     q_dim, kv_dim = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    specs = [ParamSpec(name=EMBEDDING, path=("embed", "embedding"), shape=(config.vocab_size, hidden))]
+    specs = [
+        ParamSpec(name=EMBEDDING, path=("embed", "embedding"), shape=(config.vocab_size, hidden))
+    ]
     for layer in range(config.num_layers):
         hf, path = f"model.layers.{layer}", ("layers", layer)
-        for hf_norm, norm in (("input_layernorm", "input_norm"), ("post_attention_layernorm", "post_attn_norm")):
-            specs.append(ParamSpec(name=f"{hf}.{hf_norm}.weight", path=(*path, norm, "scale"), shape=(hidden,)))
+        for hf_norm, norm in (
+            ("input_layernorm", "input_norm"),
+            ("post_attention_layernorm", "post_attn_norm"),
+        ):
+            specs.append(
+                ParamSpec(
+                    name=f"{hf}.{hf_norm}.weight", path=(*path, norm, "scale"), shape=(hidden,)
+                )
+            )
         for part, shape in (
             ("q", (q_dim, hidden)),
             ("k", (kv_dim, hidden)),
@@ -72,7 +84,11 @@ def _llama(config: ModelConfig) -> list[ParamSpec]:
         ):
             name = f"{hf}.self_attn.{part}_proj"
             specs += _linear(name, (*path, "attn", part), shape, config.attention_bias)
-        for part, shape in (("gate", (ffn, hidden)), ("up", (ffn, hidden)), ("down", (hidden, ffn))):
+        for part, shape in (
+            ("gate", (ffn, hidden)),
+            ("up", (ffn, hidden)),
+            ("down", (hidden, ffn)),
+        ):
             specs += _linear(f"{hf}.mlp.{part}_proj", (*path, "mlp", part), shape, config.mlp_bias)
     specs.append(ParamSpec(name="model.norm.weight", path=("norm", "scale"), shape=(hidden,)))
     if not config.tie_word_embeddings:
@@ -95,7 +111,7 @@ _GGUF_BLOCK = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_GGUF_NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
+_GGUF_NAME = re.compile(r"(?:blk\.(0|[1-9]\d*)\.)?(\w+)\.(weight|bias)")
 
 
 def hf_name_of_gguf(name: str) -> str | None:
@@ -108,4 +124,4 @@ def hf_name_of_gguf(name: str) -> str | None:
         return f"{_GGUF_TOP[module]}.{kind}" if module in _GGUF_TOP else None
     if module not in _GGUF_BLOCK:
         return None
-    return f"model.layers.{int(block)}.{_GGUF_BLOCK[module]}.{kind}"
+    return f"model.layers.{block}.{_GGUF_BLOCK[module]}.{kind}"

@@ -1,12 +1,15 @@
 """Reads *.safetensors, one file or many shards, without copying and without torch.
 
-Used by `hf_directory.py`. The `safetensors` library writes our files; reading is done here, on the documented layout,
-for two reasons: a fault is reported with file, tensor, expected and found, and a tensor is a view of the mapped file.
+Used by `hf_directory.py`. The `safetensors` library writes our files; reading is done here, on the
+documented layout, for two reasons: a fault is reported with file, tensor, expected and found, and a
+tensor is a view of the mapped file.
 
-    | 8 bytes: n, little endian | n bytes: JSON header | data: tensors back to back, [begin, end) in the header |
+    | 8 bytes: n, little endian | n bytes: JSON header | data: tensors back to back |
 
-Invariant: every byte of the data section belongs to exactly one tensor and the section ends where the file ends, so
-a truncated or padded file is refused before anything is read.
+The header gives each tensor's dtype, shape and [begin, end) within the data.
+
+Invariant: every byte of the data section belongs to exactly one tensor and the section ends where
+the file ends, so a truncated or padded file is refused before anything is read.
 
 Source: the safetensors format, https://github.com/huggingface/safetensors#format
 """
@@ -29,7 +32,16 @@ _MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
 _READABLE = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
 _BITS = {
     **{"BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8},
-    **{"F8_E5M2FNUZ": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "I16": 16, "U16": 16, "F16": 16, "BF16": 16},
+    **{
+        "F8_E5M2FNUZ": 8,
+        "F4": 4,
+        "F6_E2M3": 6,
+        "F6_E3M2": 6,
+        "I16": 16,
+        "U16": 16,
+        "F16": 16,
+        "BF16": 16,
+    },
     **{"I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64, "C64": 64},
 }
 _SHARD_NAME = re.compile(r"(.*-)(\d{5})-of-(\d{5})\.safetensors")
@@ -76,7 +88,9 @@ def read_header(path: Path) -> dict[str, _Entry]:
     if kind is not None:
         raise CheckpointError(f"{path}: expected a safetensors file, found {kind}")
     if size < 8:
-        raise CheckpointError(f"{path}: expected a safetensors file (8 bytes or more), found {size} bytes")
+        raise CheckpointError(
+            f"{path}: expected a safetensors file (8 bytes or more), found {size} bytes"
+        )
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > min(_MAX_HEADER_BYTES, size - 8):
@@ -90,7 +104,9 @@ def read_header(path: Path) -> dict[str, _Entry]:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: the header is not JSON ({error})") from None
     if not isinstance(header, dict):
-        raise CheckpointError(f"{path}: the header must be a JSON object, got {type(header).__name__}")
+        raise CheckpointError(
+            f"{path}: the header must be a JSON object, got {type(header).__name__}"
+        )
     header.pop("__metadata__", None)
     start = 8 + length
     entries = {name: _entry(path, name, row, start) for name, row in header.items()}
@@ -128,7 +144,8 @@ def _entry(path: Path, name: str, row: object, start: int) -> _Entry:
     expected = -(-num_elements * _BITS[dtype] // 8)
     if offsets[1] - offsets[0] != expected:
         raise CheckpointError(
-            f"{where}: {dtype}{shape} is {expected} bytes, data_offsets {offsets} hold {offsets[1] - offsets[0]}"
+            f"{where}: {dtype}{shape} is {expected} bytes,"
+            f" data_offsets {offsets} hold {offsets[1] - offsets[0]}"
         )
     return _Entry(dtype=dtype, shape=tuple(shape), begin=start + offsets[0], end=start + offsets[1])
 
@@ -212,7 +229,9 @@ def find_shards(directory: Path) -> SafetensorsSource:
         for number in range(1, int(total) + 1):
             shard = directory / f"{stem}{number:05d}-of-{total}.safetensors"
             if not shard.is_file():
-                raise CheckpointError(f"{shard}: shard is missing ({path.name} says there are {int(total)})")
+                raise CheckpointError(
+                    f"{shard}: shard is missing ({path.name} says there are {int(total)})"
+                )
     return SafetensorsSource(files)
 
 
@@ -223,18 +242,26 @@ def _open_indexed(directory: Path, index_path: Path) -> SafetensorsSource:
         raise CheckpointError(f"{index_path}: not JSON ({error})") from None
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not (isinstance(weight_map, dict) and all(isinstance(v, str) for v in weight_map.values())):
-        raise CheckpointError(f"{index_path}: weight_map must map tensor names to file names, got {weight_map!r}")
+        raise CheckpointError(
+            f"{index_path}: weight_map must map tensor names to file names, got {weight_map!r}"
+        )
     names = sorted(set(weight_map.values()))
     for name in names:
         if Path(name).name != name or not name.endswith(".safetensors"):
-            raise CheckpointError(f"{index_path}: shard must be a *.safetensors file beside it, got {name!r}")
+            raise CheckpointError(
+                f"{index_path}: shard must be a *.safetensors file beside it, got {name!r}"
+            )
         if not (directory / name).is_file():
-            raise CheckpointError(f"{directory / name}: shard is missing, though {index_path.name} lists it")
+            raise CheckpointError(
+                f"{directory / name}: shard is missing, though {index_path.name} lists it"
+            )
     source = SafetensorsSource(directory / name for name in names)
     for tensor, file in weight_map.items():
         info = source.infos.get(tensor)
         if info is None:
-            raise CheckpointError(f"{directory / file}: tensor {tensor!r} is missing, though the index lists it")
+            raise CheckpointError(
+                f"{directory / file}: tensor {tensor!r} is missing, though the index lists it"
+            )
         if info.file.name != file:
             raise CheckpointError(f"{info.file}: tensor {tensor!r} is here, the index says {file}")
     for tensor, info in source.infos.items():

@@ -38,10 +38,10 @@ def _write_head_major(data, page_ids, offsets, k, v):
     return (pool.at[page_ids, :, :, offsets].set(both, mode="promise_in_bounds"),)
 
 
-def _write_keys_transposed(data, page_ids, offsets, k, v):
+def _write_split(data, page_ids, offsets, k, v):
     keys, values = data
     return (
-        keys.at[page_ids, :, :, offsets].set(k, mode="promise_in_bounds"),
+        keys.at[page_ids, :, offsets].set(k, mode="promise_in_bounds"),
         values.at[page_ids, :, offsets].set(v, mode="promise_in_bounds"),
     )
 
@@ -53,11 +53,11 @@ LAYOUTS = {
         from_canonical=lambda pages: (pages,),
         write=_write_head_major,
     ),
-    "keys_transposed": Layout(
-        shapes=lambda n, k, page, d: ((n, k, d, page), (n, k, page, d)),
-        to_canonical=lambda data: jnp.stack([data[0].swapaxes(2, 3), data[1]], axis=2),
-        from_canonical=lambda pages: (pages[:, :, 0].swapaxes(2, 3), pages[:, :, 1]),
-        write=_write_keys_transposed,
+    "split": Layout(
+        shapes=lambda n, k, page, d: ((n, k, page, d),) * 2,
+        to_canonical=lambda data: jnp.stack(data, axis=2),
+        from_canonical=lambda pages: (pages[:, :, 0], pages[:, :, 1]),
+        write=_write_split,
     ),
 }
 

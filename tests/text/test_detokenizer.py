@@ -1,5 +1,7 @@
 """The incremental detokenizer against the full decode, for every kind of decoder."""
 
+from itertools import pairwise
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given, settings
@@ -82,7 +84,9 @@ BYTE_TO_CHAR = _byte_to_char()
 def test_c01_characters_of_several_tokens_arrive_whole(text):
     ids = BYTE_LEVEL.encode(text)
     assert len(ids) > len(text) // 2
-    assert any(len(BYTE_LEVEL.decode([i])) == 1 and BYTE_LEVEL.decode([i]) == REPLACEMENT for i in ids)
+    assert any(
+        len(BYTE_LEVEL.decode([i])) == 1 and BYTE_LEVEL.decode([i]) == REPLACEMENT for i in ids
+    )
     deltas = stream(BYTE_LEVEL, ids)
     assert "".join(deltas) == BYTE_LEVEL.decode(ids) == text
     assert deltas[0].startswith(" ")
@@ -132,7 +136,7 @@ def test_work_per_token_is_bounded(name):
     for token_id in ids:
         detokenizer.push(token_id)
     # Cleaned text waits 32 characters, so its window holds as many single-character tokens more.
-    assert max(sizes) <= (120 if tokenizer is CLEANED else 30)
+    assert max(sizes) <= (160 if tokenizer is CLEANED else 30)
     assert sum(sizes) < (200 if tokenizer is CLEANED else 30) * len(ids)
 
 
@@ -151,4 +155,4 @@ def test_spans_cover_the_text_in_order(ids):
     assert len(spans) == len(ids)
     edges = [edge for span in spans for edge in span]
     assert edges == sorted(edges)
-    assert all(before[1] == after[0] for before, after in zip(spans, spans[1:], strict=False))
+    assert all(before[1] == after[0] for before, after in pairwise(spans))

@@ -85,9 +85,9 @@ def word_piece() -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def wrap(tokenizer: tokenizers.Tokenizer, chat_template: str | None = None, **config) -> Tokenizer:
+def wrap(tokenizer: tokenizers.Tokenizer, template: str | None = None, **config) -> Tokenizer:
     """Our tokenizer over one of the above."""
-    return Tokenizer(tokenizer.to_str(), config, chat_template)
+    return Tokenizer(tokenizer.to_str(), config, template)
 
 
 def write(directory: Path, tokenizer: tokenizers.Tokenizer, **config) -> Path:

@@ -1,0 +1,196 @@
+"""`jaxserve bench KIND`: measurements. Each kind is an entry of `KINDS` and prints one JSON object.
+
+`offline` replays a workload file: every request is submitted at once, and the engine is stepped until
+all are done. All lines must be good, a measurement with holes means nothing.
+"""
+
+import difflib
+import json
+import resource
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from jaxserve import __version__
+from jaxserve.cli.arguments import UsageError, parse_arguments
+from jaxserve.cli.flags import (
+    configure_logging,
+    define_engine,
+    define_general,
+    engine_options,
+    help_text,
+    wants_help,
+)
+from jaxserve.cli.replay import Arm, build_arm, make_compile_counter
+from jaxserve.cli.request_line import LineParser, RequestLine
+from jaxserve.cli.run_input import open_input
+from jaxserve.cli.run_output import OutputError, encode_record
+from jaxserve.config import SCHEDULING, EngineConfig
+
+USAGE = """\
+usage: jaxserve bench offline --model=DIR|FILE.gguf|NAME --workload=FILE.jsonl [flags]
+
+Submits all requests of the workload at once and prints one JSON object: output_tokens_per_s,
+total_tokens_per_s, wall_s (medians over the repetitions), ttft_s, itl_s and e2el_s (percentiles over
+all requests of all repetitions), compiles_after_warmup, padding_waste (padding tokens / all tokens
+computed), peak_rss_bytes, startup, and what was run. A workload line is a line as `jaxserve run` takes
+it. --scheduling=static,continuous measures both in turns, each with an engine of its own, and puts the
+figures under "arms".
+"""
+
+
+def bench_flags() -> flags.FlagValues:
+    """The flags of `bench offline`."""
+    values = flags.FlagValues()
+    group = {"flag_values": values, "module_name": "measurement"}
+    flags.DEFINE_string("workload", None, "JSON lines, as `jaxserve run` takes them.", **group)
+    flags.DEFINE_integer("repetitions", 1, "How often to replay it.", lower_bound=1, **group)
+    flags.DEFINE_list(
+        "scheduling",
+        EngineConfig().scheduler.scheduling,
+        f"{' or '.join(SCHEDULING)}, or both with a comma, to measure them in turns.",
+        **group,
+    )
+    flags.DEFINE_string("output", None, "Write the JSON object to this file as well.", **group)
+    flags.DEFINE_string(
+        "outputs", None, "Write id, output_ids and logprobs of each request, JSON lines.", **group
+    )
+    define_engine(values)
+    define_general(values)
+    return values
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs one kind of measurement.
+
+    Returns:
+        0.
+
+    Raises:
+        JaxserveError: it could not be measured.
+    """
+    kind = argv[0] if argv else ""
+    if kind in ("--help", "--helpfull", "-h"):
+        print(help_text(USAGE, bench_flags()))
+        return 0
+    if kind not in KINDS:
+        close = difflib.get_close_matches(kind, KINDS, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise UsageError(f"name what to measure, {' or '.join(KINDS)}, before the flags{hint}")
+    return KINDS[kind](argv[1:])
+
+
+def offline(argv: Sequence[str]) -> int:
+    """`bench offline`; see USAGE."""
+    values = bench_flags()
+    unexpected = parse_arguments(argv, values)
+    if wants_help(values):
+        print(help_text(USAGE, values))
+        return 0
+    given = values.flag_values_dict()
+    if unexpected:
+        raise UsageError(f"unexpected argument {unexpected[0]!r}")
+    for name in ("model", "workload"):
+        if not given[name]:
+            raise UsageError(f"--{name} is needed")
+    configure_logging(given["verbosity"])
+    options = engine_options(values)
+    arms = _arm_options(options)
+    lines = read_workload(given["workload"], seed=given["seed"], logprobs=bool(given["outputs"]))
+    built = [build_arm(given["model"], one) for one in arms]
+    compiles = make_compile_counter()  # after the last engine was built: that compiles too
+    for _ in range(given["repetitions"]):
+        for arm in built:
+            arm.measure(lines, compiles)
+    result = _result(given, lines, built)
+    if given["outputs"]:
+        _write(given["outputs"], b"".join(_output_records(lines, built[0])))
+    text = json.dumps(result, indent=2, allow_nan=False)
+    if given["output"]:
+        _write(given["output"], text.encode() + b"\n")
+    print(text)
+    return 0
+
+
+def _arm_options(options: dict[str, Any]) -> list[dict[str, object]]:
+    """The engine options of each arm, checked."""
+    arms = [{**options, "scheduling": name} for name in options["scheduling"]]
+    for one in arms:
+        EngineConfig.from_options(one)
+    if not arms or len(set(options["scheduling"])) != len(arms):
+        raise UsageError(f"--scheduling must name different arms, got {options['scheduling']}")
+    return arms
+
+
+def read_workload(path: str, *, seed: int, logprobs: bool) -> list[RequestLine]:
+    """The workload's requests.
+
+    Args:
+        path: the file.
+        seed: for lines that sample without a seed of their own.
+        logprobs: ask for logprobs in every line.
+
+    Raises:
+        UsageError: the file cannot be read, is empty, or a line of it is at fault.
+    """
+    sampling = {"logprobs": True} if logprobs else {}
+    parser = LineParser(sampling, seed=seed)
+    lines = [parser.parse(index, data) for index, data in enumerate(_lines(path))]
+    if not lines:
+        raise UsageError(f"--workload={path} holds no requests")
+    for line in lines:
+        if line.error is not None:
+            raise UsageError(f"--workload={path}: line {line.index + 1}: {line.error.message}")
+    return lines
+
+
+def _lines(path: str) -> Iterator[bytes]:
+    source = open_input(path).lines
+    while not source.exhausted:
+        line = source.next_line(wait=True)
+        if line is not None:
+            yield line
+
+
+def _result(
+    given: dict[str, Any], lines: Sequence[RequestLine], arms: Sequence[Arm]
+) -> dict[str, Any]:
+    result: dict[str, Any] = {
+        "model": given["model"],
+        "workload": Path(given["workload"]).name,
+        "num_requests": len(lines),
+        "num_repetitions": given["repetitions"],
+        "jaxserve_version": __version__,
+        "jax_version": version("jax"),
+        "peak_rss_bytes": _peak_rss_bytes(),
+    }
+    if len(arms) == 1:
+        return {**result, **arms[0].summary()}
+    return {**result, "arms": {str(arm.options["scheduling"]): arm.summary() for arm in arms}}
+
+
+def _output_records(lines: Sequence[RequestLine], arm: Arm) -> Iterator[bytes]:
+    """What the last repetition generated, one line a request."""
+    for line, timeline in zip(lines, arm.repetitions[-1].timelines, strict=True):
+        output = {"output_ids": timeline.token_ids, "logprobs": timeline.logprobs}
+        line_id = line.index if line.id is None else line.id
+        yield encode_record({"id": line_id, **output})
+
+
+def _peak_rss_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts KiB
+
+
+def _write(path: str, data: bytes) -> None:
+    try:
+        Path(path).write_bytes(data)
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror}") from None
+
+
+KINDS: dict[str, Callable[[Sequence[str]], int]] = {"offline": offline}

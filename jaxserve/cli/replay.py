@@ -1,0 +1,190 @@
+"""Replaying a workload on an engine with a clock beside it, and the figures that come out; used by `bench`.
+
+Invariant: nothing is timed but submitting and stepping, and each request's tokens carry the time they
+were released at.
+"""
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxserve.cli import text_engine
+from jaxserve.cli.arguments import UsageError
+from jaxserve.cli.request_line import RequestLine
+from jaxserve.engine import EngineStats
+from jaxserve.errors import InvalidRequestError
+
+_PERCENTILES = (50, 90, 99)
+_OPTIONS_SHOWN = ("dtype", "max_num_batched_tokens", "scheduling", "seed")
+
+
+class Counter(Protocol):
+    """A `CompileCounter`."""
+
+    @property
+    def count(self) -> int: ...
+
+
+@dataclass(kw_only=True)
+class Timeline:
+    """One request's life.
+
+    Args:
+        num_prompt_tokens: length of its prompt.
+        num_cached_tokens: how much of it was not computed again.
+        token_ids: what it generated.
+        logprobs: of those, if asked for.
+        release_s: when tokens were released, seconds since the workload was submitted, one entry a release.
+    """
+
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    release_s: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repetition:
+    """One replay: its wall time and a timeline per request, in the workload's order."""
+
+    wall_s: float
+    timelines: Sequence[Timeline]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(len(one.token_ids) for one in self.timelines)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(one.num_prompt_tokens for one in self.timelines)
+
+
+def replay(llm: text_engine.TextEngine, lines: Sequence[RequestLine]) -> Repetition:
+    """Submits all requests at once and steps until the last one is done.
+
+    Raises:
+        UsageError: the engine refuses a line.
+    """
+    timelines = [Timeline() for _ in lines]
+    started = time.perf_counter()
+    for line in lines:
+        try:
+            text_engine.add_line(llm, str(line.index), line)
+        except InvalidRequestError as error:
+            raise UsageError(f"workload line {line.index + 1}: {error.message}") from None
+    while llm.engine.has_work():
+        outputs = llm.step()
+        now = time.perf_counter() - started
+        for output in outputs:
+            timeline = timelines[int(output.request_id)]
+            piece = output.outputs[0]
+            timeline.num_prompt_tokens = output.num_prompt_tokens
+            timeline.num_cached_tokens = output.num_cached_tokens
+            timeline.token_ids.extend(piece.token_ids)
+            timeline.logprobs.extend(piece.logprobs or ())
+            if piece.token_ids:
+                timeline.release_s.append(now)
+    return Repetition(wall_s=time.perf_counter() - started, timelines=timelines)
+
+
+@dataclass(kw_only=True)
+class Arm:
+    """One engine under measurement.
+
+    Args:
+        llm: an `LLM`, warmed up.
+        options: what it was made with.
+        before: the engine's counters after its warm-up.
+        repetitions: what was measured so far.
+        num_compiles: programs that were compiled during them.
+    """
+
+    llm: text_engine.TextEngine
+    options: Mapping[str, object]
+    before: EngineStats
+    repetitions: list[Repetition] = field(default_factory=list)
+    num_compiles: int = 0
+
+    def measure(self, lines: Sequence[RequestLine], compiles: Counter) -> None:
+        """Replays the workload once more.
+
+        Args:
+            lines: the workload.
+            compiles: a `CompileCounter`, shared by all arms.
+        """
+        before = compiles.count
+        self.repetitions.append(replay(self.llm, lines))
+        self.num_compiles += compiles.count - before
+
+    def summary(self) -> dict[str, Any]:
+        """The arm's figures: medians of rates and wall time, latencies over all repetitions' requests."""
+        stats, startup = self.llm.engine.stats(), self.llm.startup
+        walls = [one.wall_s for one in self.repetitions]
+        timelines = [line for one in self.repetitions for line in one.timelines]
+        gaps = [gap for one in timelines for gap in np.diff(one.release_s).tolist()]
+        num_scheduled = stats.num_scheduled_tokens - self.before.num_scheduled_tokens
+        num_padding = stats.num_padding_tokens - self.before.num_padding_tokens
+        first = self.repetitions[0]
+        return {
+            "output_tokens_per_s": statistics.median(
+                one.num_output_tokens / one.wall_s for one in self.repetitions
+            ),
+            "total_tokens_per_s": statistics.median(
+                (one.num_prompt_tokens + one.num_output_tokens) / one.wall_s
+                for one in self.repetitions
+            ),
+            "wall_s": statistics.median(walls),
+            "wall_s_each": walls,
+            "num_prompt_tokens": first.num_prompt_tokens,
+            "num_cached_tokens": sum(one.num_cached_tokens for one in first.timelines),
+            "num_output_tokens": first.num_output_tokens,
+            "ttft_s": _distribution([one.release_s[0] for one in timelines if one.release_s]),
+            "itl_s": _distribution(gaps),
+            "e2el_s": _distribution([one.release_s[-1] for one in timelines if one.release_s]),
+            "num_steps": stats.num_steps - self.before.num_steps,
+            "num_preemptions": stats.num_preemptions - self.before.num_preemptions,
+            "compiles_after_warmup": self.num_compiles,
+            "padding_waste": num_padding / max(num_padding + num_scheduled, 1),
+            "startup": {
+                "load_s": startup.load_s,
+                "compile_s": startup.compile_s,
+                "warm_s": startup.warm_s,
+            },
+            "engine": {
+                **{name: self.options[name] for name in _OPTIONS_SHOWN},
+                "attention_backend": stats.attention_backend,
+                "page_size": stats.page_size,
+                "num_pages": stats.num_pages,
+                "max_num_seqs": stats.max_num_seqs,
+                "max_model_len": stats.max_model_len,
+            },
+        }
+
+
+def build_arm(model: str, options: Mapping[str, object]) -> Arm:
+    """Loads an engine and notes its counters behind its warm-up."""
+    llm = text_engine.load_llm(model, options)
+    return Arm(llm=llm, options=options, before=llm.engine.stats())
+
+
+def make_compile_counter() -> Counter:
+    """A `CompileCounter` that counts from now on; like the engine, it brings jax in."""
+    from jaxserve.device.compile_counter import CompileCounter
+
+    return CompileCounter()
+
+
+def _distribution(values: Sequence[float]) -> dict[str, float | None]:
+    """Mean and percentiles; None where there is nothing to describe."""
+    if not values:
+        return {"mean": None, **{f"p{p}": None for p in _PERCENTILES}}
+    figures = np.percentile(values, _PERCENTILES).tolist()
+    return {
+        "mean": statistics.fmean(values),
+        **{f"p{p}": value for p, value in zip(_PERCENTILES, figures, strict=True)},
+    }

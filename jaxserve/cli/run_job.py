@@ -1,0 +1,105 @@
+"""The command line of `run`, checked: what is to be done, before anything is loaded or written."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from jaxserve.cli import resume
+from jaxserve.cli.arguments import UsageError
+from jaxserve.cli.flags import engine_options, sampling_defaults
+from jaxserve.cli.run_output import is_stream
+from jaxserve.config import EngineConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunJob:
+    """The checked command line."""
+
+    model: str
+    engine_options: Mapping[str, object]
+    sampling: Mapping[str, object]
+    prompts: Sequence[str]
+    input: str | None
+    output: str | None
+    is_text: bool
+    is_chat: bool
+    resume: bool
+    overwrite: bool
+
+    @classmethod
+    def from_flags(cls, values: flags.FlagValues, prompts: Sequence[str]) -> "RunJob":
+        given = values.flag_values_dict()
+        if not given["model"]:
+            raise UsageError("--model is needed: a checkpoint directory, a .gguf file, or a name")
+        if bool(prompts) == (given["input"] is not None):
+            what = (
+                "give prompts or --input, not both" if prompts else "give a prompt, or --input=FILE"
+            )
+            raise UsageError(what)
+        options = engine_options(values)
+        EngineConfig.from_options(options)
+        output = given["output"]
+        if output is None and not prompts:
+            output = "-"
+        job = cls(
+            model=given["model"],
+            engine_options=options,
+            sampling=sampling_defaults(values),
+            prompts=prompts,
+            input=given["input"],
+            output=output,
+            is_text=bool(prompts) or given["input_format"] == "text",
+            is_chat=given["chat"],
+            resume=given["resume"],
+            overwrite=given["overwrite"],
+        )
+        job._check()
+        return job
+
+    def _check(self) -> None:
+        if self.is_chat and not self.is_text:
+            raise UsageError(
+                "--chat is for prompts and --input_format=text; JSON lines have messages"
+            )
+        if self.resume and self.overwrite:
+            raise UsageError("--resume and --overwrite exclude each other")
+        file = self.output_file
+        if self.resume and file is None:
+            raise UsageError("--resume needs an --output that is a file")
+        if file is None:
+            return
+        if file.is_dir() or not file.parent.is_dir():
+            raise UsageError(f"cannot write --output={file}: not a file in an existing directory")
+        if self.input and file.exists() and Path(self.input).exists() and file.samefile(self.input):
+            raise UsageError(f"--output={file} is the input itself")
+
+    @property
+    def output_file(self) -> Path | None:
+        """The output, if it is a file that can be kept and continued."""
+        return None if self.output is None or is_stream(self.output) else Path(self.output)
+
+    @property
+    def prints_text(self) -> bool:
+        return bool(self.prompts) and self.output != "-"
+
+    def identity(self, sha256: str | None) -> dict[str, Any]:
+        """All that decides what the output holds; two runs may share an output only if these are equal."""
+        engine = {key: self.engine_options[key] for key in ("seed", "dtype", "max_model_len")}
+        kind = {"is_text": self.is_text, "is_chat": self.is_chat}
+        return {
+            "input": {"sha256": sha256, **kind},
+            "model": {"sha256": resume.model_fingerprint(_model_path(self.model))},
+            "sampling": {**self.sampling, **engine},
+        }
+
+
+def _model_path(model: str) -> Path:
+    path = Path(model)
+    if path.exists():
+        return path
+    from jaxserve.weights.loader import resolve_model
+
+    return resolve_model(model)

@@ -1,0 +1,65 @@
+"""What `run` and `bench` need of an `LLM`, and how they get one.
+
+The protocols say how little that is (a test puts something smaller in its place), and keep jax out of
+this package's imports until there is a model to load.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from jaxserve.cli.request_line import RequestLine
+from jaxserve.engine import EngineStats
+from jaxserve.request import RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from jaxserve.build import StartupTimes
+
+
+class EngineLike(Protocol):
+    """What is needed of `Engine`."""
+
+    def has_work(self) -> bool: ...
+
+    def stats(self) -> EngineStats: ...
+
+
+class TextEngine(Protocol):
+    """What is needed of `LLM`."""
+
+    @property
+    def engine(self) -> EngineLike: ...
+
+    @property
+    def startup(self) -> "StartupTimes": ...
+
+    def encode(self, prompt: str | Sequence[int]) -> list[int]: ...
+
+    def encode_chat(self, messages: Sequence[dict[str, object]]) -> list[int]: ...
+
+    def add(
+        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams
+    ) -> None: ...
+
+    def step(self) -> list[RequestOutput]: ...
+
+
+def add_line(llm: TextEngine, request_id: str, line: RequestLine) -> None:
+    """Queues a line.
+
+    Raises:
+        InvalidRequestError: the line is at fault, here or already when it was parsed; nothing was queued.
+    """
+    if line.error is not None:
+        raise line.error
+    if line.messages is not None:
+        token_ids = llm.encode_chat(line.messages)
+    else:
+        token_ids = llm.encode(line.prompt if line.prompt is not None else "")
+    llm.add(request_id, token_ids, line.params)
+
+
+def load_llm(model: str, options: Mapping[str, object]) -> TextEngine:
+    """Loads the model; here and not earlier jax is imported."""
+    from jaxserve.llm import LLM
+
+    return LLM(model, **options)

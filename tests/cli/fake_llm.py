@@ -1,0 +1,94 @@
+"""`FakeLLM`: the real engine and scheduler over `FakeExecutor`, with a tokenizer of one id per character.
+
+As a program (`python -m tests.cli.fake_llm STEP_S run ...`) it is the command line over that fake, STEP_S seconds
+a step: something to interrupt and kill that starts in a fraction of a second.
+"""
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxserve.cli import text_engine
+from jaxserve.cli.main import main
+from jaxserve.config import EngineConfig
+from jaxserve.errors import CheckpointError
+from jaxserve.request import Request, RequestOutput, SamplingParams
+from jaxserve.text.watcher import StopWatcher
+from tests.fakes import VOCAB_SIZE, expected_tokens, make_engine
+
+BREAKS_THE_ENGINE = "break the engine"
+
+
+@dataclass(frozen=True)
+class FakeStartup:
+    load_s: float = 0.1
+    compile_s: float = 0.2
+    warm_s: float = 0.3
+
+
+def encode(text: str) -> list[int]:
+    return [ord(char) % VOCAB_SIZE for char in text]
+
+
+def decode(token_ids: Sequence[int]) -> str:
+    return "".join(f"<{token_id}>" for token_id in token_ids)
+
+
+def expected_text(prompt: str, num_tokens: int) -> str:
+    return decode(expected_tokens(encode(prompt), num_tokens))
+
+
+class FakeLLM:
+    """Stands where `LLM` does."""
+
+    step_s = 0.0
+
+    def __init__(self, model: str, **options: object):
+        if not Path(model).exists():
+            raise CheckpointError(f"{model}: no such checkpoint")
+        config = EngineConfig.from_options(options)
+        self.engine = make_engine(
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+            max_model_len=config.max_model_len or 128,
+            num_pages=config.cache.num_pages or 512,
+            scheduling=config.scheduler.scheduling,
+            seed=config.seed,
+        )
+        self.startup = FakeStartup()
+        self.most_requests = 0
+        self._is_broken = False
+
+    def encode(self, prompt: str | Sequence[int]) -> list[int]:
+        return encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def encode_chat(self, messages: Sequence[dict[str, object]]) -> list[int]:
+        return encode("".join(f"{m['role']}: {m['content']}\n" for m in messages))
+
+    def add(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+        request = Request(id=request_id, prompt_token_ids=prompt_token_ids, sampling_params=params)
+        self._is_broken |= list(prompt_token_ids) == encode(BREAKS_THE_ENGINE)
+        self.engine.add(
+            request,
+            StopWatcher(
+                decode,
+                stop=params.stop,  # type: ignore[arg-type]
+                include_stop_str_in_output=params.include_stop_str_in_output,
+            ),
+        )
+        stats = self.engine.stats()
+        self.most_requests = max(self.most_requests, stats.num_running + stats.num_waiting)
+
+    def step(self) -> list[RequestOutput]:
+        if self._is_broken and self.engine.stats().num_steps > 3:
+            raise RuntimeError("the device is gone\nwith a long story")
+        time.sleep(self.step_s)
+        return self.engine.step()
+
+
+if __name__ == "__main__":
+    FakeLLM.step_s = float(sys.argv[1])
+    text_engine.load_llm = FakeLLM
+    raise SystemExit(main(sys.argv[2:]))

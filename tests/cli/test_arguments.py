@@ -1,0 +1,180 @@
+"""What is a flag and what is text."""
+
+from pathlib import Path
+
+import pytest
+from absl import flags
+
+from jaxserve.cli.arguments import UsageError, parse_arguments
+from jaxserve.cli.bench import bench_flags
+from jaxserve.cli.flags import engine_options, help_text, sampling_defaults
+from jaxserve.cli.run import USAGE, run_flags
+from jaxserve.config import EngineConfig
+
+
+def parse(*arguments: str) -> tuple[dict, list[str]]:
+    values = run_flags()
+    positionals = parse_arguments(arguments, values)
+    return values.flag_values_dict(), positionals
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--max-tokens=5"],
+        ["--max_tokens=5"],
+        ["--max-tokens", "5"],
+        ["-max-tokens=5"],
+        ["--max-tokens=4", "--max_tokens=5"],
+        ["a", "--max-tokens=5"],
+    ],
+)
+def test_hyphens_stand_for_underscores_in_names(arguments):
+    assert parse(*arguments)[0]["max_tokens"] == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "value"),
+    [
+        (["--ignore-eos"], True),
+        (["--ignore_eos=true"], True),
+        (["--noignore-eos"], False),
+        (["--no-ignore-eos"], False),
+        (["--no_ignore_eos"], False),
+        (["--ignore-eos=false"], False),
+        (["--ignore-eos", "--noignore_eos"], False),
+    ],
+)
+def test_booleans(arguments, value):
+    assert parse(*arguments)[0]["ignore_eos"] is value
+
+
+@pytest.mark.parametrize("arguments", [["--stop=a-b"], ["--stop", "a-b"], ["-stop", "a-b"]])
+def test_values_keep_their_hyphens(arguments):
+    values, positionals = parse(*arguments, "c-d")
+    assert values["stop"] == ["a-b"]
+    assert positionals == ["c-d"]
+
+
+def test_a_value_may_look_like_a_flag_and_be_empty_or_hold_an_equals_sign():
+    values, positionals = parse("--stop", "--max-tokens", "--stop=", "--stop=a=b-c", "--stop", "--")
+    assert values["stop"] == ["--max-tokens", "", "a=b-c", "--"]
+    assert positionals == []
+
+
+def test_prompts_are_never_changed():
+    prompts = ["a-b", "- a list", "-5 + 3 =", "-", "", "x=--max-tokens", "no-ignore-eos"]
+    assert parse(*prompts)[1] == prompts
+
+
+def test_everything_behind_two_dashes_is_text():
+    values, positionals = parse("--max-tokens=3", "a", "--", "--max-tokens=4", "--", "--help")
+    assert values["max_tokens"] == 3
+    assert not values["help"]
+    assert positionals == ["a", "--max-tokens=4", "--", "--help"]
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("--max-token=5", ["unknown flag '--max-token'", "--max_tokens"]),
+        ("--frobnicate", ["unknown flag '--frobnicate'", "--help"]),
+        ("--not a flag", ["put -- before"]),
+        ("--max-tokens=five", ["max_tokens", "five"]),
+        ("--max-tokens", ["--max_tokens needs a value"]),
+        ("--page-size=big", ["page_size", "big", "auto"]),
+        ("--dtype=float16", ["dtype", "float32|bfloat16"]),
+        ("--ignore-eos=maybe", ["ignore_eos", "maybe"]),
+        ("--no-ignore-eos=1", ["--no-ignore-eos takes no value"]),
+        ("--no-max-tokens", ["unknown flag '--no-max-tokens'"]),
+        ("--flagfile=/no/such/file", ["--flagfile=/no/such/file", "No such file"]),
+    ],
+)
+def test_mistakes_are_named(argument, words):
+    with pytest.raises(UsageError) as caught:
+        parse(argument)
+    assert all(word in str(caught.value) for word in words), caught.value
+    assert "\n" not in str(caught.value)
+
+
+def test_flagfile(tmp_path: Path):
+    inner = tmp_path / "inner.flags"
+    inner.write_text("--no-ignore-eos\n--stop=x-y\n")
+    outer = tmp_path / "outer.flags"
+    outer.write_bytes(
+        b"\xef\xbb\xbf# settings\r\n--max-num-seqs=3\r\n\r\n// more\n--stop\na-b\n  --ignore-eos  \n"
+        b"a-prompt\n--flagfile=" + str(inner).encode() + b"\n--\n--top-k=2"
+    )
+    values, positionals = parse("--flagfile", str(outer), "last", "--max-tokens=5")
+    assert values["max_num_seqs"] == 3
+    assert values["ignore_eos"] is False
+    assert values["stop"] == ["a-b", "x-y"]
+    assert values["top_k"] == 0
+    assert values["max_tokens"] == 5
+    assert positionals == ["a-prompt", "--top-k=2", "last"]
+
+
+def test_later_arguments_beat_a_flagfile_and_mistakes_in_it_name_it(tmp_path: Path):
+    file = tmp_path / "a.flags"
+    file.write_text("--max-tokens=5\n")
+    assert parse(f"--flagfile={file}", "--max-tokens=6")[0]["max_tokens"] == 6
+    assert parse("--max-tokens=6", f"--flagfile={file}")[0]["max_tokens"] == 5
+    file.write_text("--max-tokns=5\n")
+    with pytest.raises(UsageError, match=r"a\.flags: unknown flag '--max-tokns'"):
+        parse(f"--flagfile={file}")
+    file.write_text(f"--flagfile={file}\n")
+    with pytest.raises(UsageError, match="includes itself"):
+        parse(f"--flagfile={file}")
+
+
+def test_commands_have_flags_of_their_own_and_none_is_global():
+    run, bench = run_flags(), bench_flags()
+    assert "input" in run
+    assert "input" not in bench
+    assert "workload" in bench
+    assert "workload" not in run
+    assert "max_num_seqs" not in flags.FLAGS
+    parse_arguments(["--max-num-seqs=3"], run)
+    parse_arguments([], bench)
+    assert bench.flag_values_dict()["max_num_seqs"] == EngineConfig().scheduler.max_num_seqs
+
+
+def test_help_lists_this_commands_flags_only():
+    text = help_text(USAGE, run_flags())
+    assert "--max_num_seqs" in text
+    assert "--input_format" in text
+    assert "--workload" not in text
+    assert "--undefok" not in text
+
+
+def test_defaults_are_those_of_the_dataclasses():
+    values = run_flags()
+    parse_arguments([], values)
+    options = engine_options(values)
+    assert options.pop("compilation_cache_dir") == str(Path.home() / ".cache/jaxserve/xla")
+    assert EngineConfig.from_options(options) == EngineConfig()
+    assert sampling_defaults(values)["temperature"] == 1.0
+
+
+def test_engine_flags_reach_the_config():
+    values = run_flags()
+    parse_arguments(
+        [
+            "--page-size=16",
+            "--num-pages=9",
+            "--max-model-len=auto",
+            "--kv-cache-gib=0.5",
+            "--scheduling=static",
+            "--compilation-cache-dir=",
+            "--seed=7",
+        ],
+        values,
+    )
+    config = EngineConfig.from_options(engine_options(values))
+    assert config.cache.page_size == 16
+    assert config.cache.num_pages == 9
+    assert config.cache.kv_cache_gib == 0.5
+    assert config.max_model_len is None
+    assert config.scheduler.scheduling == "static"
+    assert config.compilation_cache_dir is None
+    assert config.seed == 7

@@ -1,0 +1,98 @@
+"""Commands, exit codes, and what never costs an import of jax."""
+
+import subprocess
+import sys
+
+import pytest
+
+from jaxserve import __version__
+from jaxserve.cli.main import COMMANDS, main
+from tests.cli.conftest import ROOT
+
+
+@pytest.mark.parametrize("argument", ["--help", "-h", "help", "--helpfull"])
+def test_help(argument, capsys):
+    assert main([argument]) == 0
+    out = capsys.readouterr().out
+    assert all(f"  {name}" in out for name in COMMANDS)
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"jaxserve {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["rnu"], ["unknown command 'rnu'", "did you mean 'run'"]),
+        (["--model=x", "run"], ["unknown flag '--model=x'", "commands: run"]),
+        ([], ["usage: jaxserve COMMAND"]),
+        (["run", "--modle=x"], ["jaxserve run: unknown flag '--modle'", "--model"]),
+        (["run", "hello"], ["jaxserve run: --model is needed"]),
+        (["run", "--model=x"], ["give a prompt, or --input=FILE"]),
+        (["run", "--model=x", "--input=y", "hello"], ["not both"]),
+        (["run", "--model=x", "--input=/no/such"], ["cannot read --input=/no/such: No such file"]),
+        (["run", "--model=x", "--input=/"], ["cannot read --input=/: Is a directory"]),
+        (["run", "--model=x", "--max-num-seqs=0", "a"], ["max_num_seqs", "[1, 4096]", "0"]),
+        (["run", "--model=x", "--page-size=3", "a"], ["page_size", "3"]),
+        (["run", "--model=x", "--temperature=nan", "a"], ["temperature", "nan"]),
+        (["run", "--model=x", "--max-tokens=-1", "a"], ["max_tokens", "-1"]),
+        (["run", "--model=x", "--resume", "a"], ["--resume needs an --output"]),
+        (["run", "--model=x", "--output=/no/such/o", "a"], ["cannot write --output=/no/such/o"]),
+        (["run", "--model=x", "--chat", "--input=-"], ["--chat"]),
+        (["bench", "ofline"], ["jaxserve bench: name what to measure", "did you mean 'offline'"]),
+        (["bench", "offline", "--model=x"], ["--workload is needed"]),
+        (["bench", "offline", "extra", "--model=x"], ["unexpected argument 'extra'"]),
+        (
+            ["bench", "offline", "--model=x", "--workload=y", "--scheduling=fast"],
+            ["scheduling", "fast"],
+        ),
+    ],
+)
+def test_what_cannot_start_exits_with_2_and_one_line(arguments, words, capsys):
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert all(word in captured.err for word in words), captured.err
+    assert arguments == [] or captured.err.count("\n") == 1
+
+
+def test_a_model_that_is_none_exits_with_2(made, tmp_path, capsys):
+    assert main(["run", f"--model={tmp_path}/none", "--max-tokens=3", "hello"]) == 2
+    assert capsys.readouterr().err.endswith("none: no such checkpoint\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["--help"], 0),
+        (["run", "--help"], 0),
+        (["run", "--helpfull", "x"], 0),
+        (["bench", "--help"], 0),
+        (["bench", "offline", "--help"], 0),
+        (["run", "--nonsense"], 2),
+        (["run", "--model=x", "--max_num_seqs=0", "prompt"], 2),
+    ],
+)
+def test_help_and_mistakes_do_not_import_jax(arguments, code):
+    program = (
+        "import sys; from jaxserve.cli.main import main; code = main(sys.argv[1:]); "
+        "assert not {'jax', 'flax'} & set(sys.modules); sys.exit(code)"
+    )
+    process = subprocess.run(
+        [sys.executable, "-c", program, *arguments], cwd=ROOT, capture_output=True, text=True
+    )
+    assert process.returncode == code, process.stderr
+    assert "Traceback" not in process.stderr
+
+
+def test_python_m_jaxserve():
+    process = subprocess.run(
+        [sys.executable, "-m", "jaxserve", "run", "--maxtokens=3"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 2
+    assert "did you mean --max_tokens?" in process.stderr

@@ -1,0 +1,92 @@
+"""Who made an output, and what is refused."""
+
+import pytest
+
+from jaxserve.cli.arguments import UsageError
+from jaxserve.cli.resume import (
+    check_identity,
+    has_records,
+    meta_path,
+    model_fingerprint,
+    recover,
+    write_identity,
+)
+from jaxserve.cli.run_output import encode_record, partial_path
+
+IDENTITY = {
+    "input": {"sha256": "aa", "is_text": False},
+    "model": {"sha256": "bb"},
+    "sampling": {"temperature": 0.5, "stop": ["x"], "seed": 0},
+}
+
+
+def test_the_same_run_is_recognised(tmp_path):
+    output = tmp_path / "o.jsonl"
+    write_identity(output, IDENTITY)
+    check_identity(output, IDENTITY)
+    assert [path.name for path in tmp_path.iterdir()] == ["o.jsonl.meta.json"]
+
+
+@pytest.mark.parametrize(
+    ("branch", "fields", "message"),
+    [
+        ("input", {"sha256": "cc"}, r"another input \(sha256 differs\)"),
+        ("model", {"sha256": "cc"}, r"another model \(sha256 differs\)"),
+        ("sampling", {"seed": 1}, r"another sampling \(seed: 0 then, 1 now\)"),
+        ("sampling", {"stop": []}, r"another sampling \(stop: \['x'\] then, \[\] now\)"),
+        ("sampling", {"top_k": 3}, r"another sampling \(top_k: None then, 3 now\)"),
+    ],
+)
+def test_another_run_is_refused_by_what_differs(tmp_path, branch, fields, message):
+    output = tmp_path / "o.jsonl"
+    write_identity(output, IDENTITY)
+    with pytest.raises(UsageError, match=message):
+        check_identity(output, {**IDENTITY, branch: {**IDENTITY[branch], **fields}})
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{", b"[]", b'{"format": 99}', b"\xff"])
+def test_a_missing_or_broken_identity_is_refused(tmp_path, content):
+    output = tmp_path / "o.jsonl"
+    if content is not None:
+        meta_path(output).write_bytes(content)
+    with pytest.raises(UsageError, match=r"cannot resume .*meta\.json"):
+        check_identity(output, IDENTITY)
+
+
+def test_model_fingerprint_follows_content_and_not_place(tmp_path):
+    def make(name: str) -> tuple:
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        (folder / "model.safetensors").write_bytes(bytes(5_000_000))
+        return folder, folder / "model.safetensors"
+
+    (first, _), (second, weights) = make("a"), make("b")
+    (second / "README.md").write_text("not part of the model")
+    assert model_fingerprint(first) == model_fingerprint(second)
+    with open(weights, "r+b") as stream:
+        stream.seek(-1, 2)
+        stream.write(b"x")
+    assert model_fingerprint(first) != model_fingerprint(second)
+    assert model_fingerprint(weights) != model_fingerprint(first / "model.safetensors")
+    weights.write_bytes(bytes(5_000_001))
+    assert model_fingerprint(first) != model_fingerprint(second)
+
+
+def test_has_records(tmp_path):
+    output = tmp_path / "o.jsonl"
+    assert not has_records(output)
+    output.touch()
+    assert not has_records(output)
+    partial_path(output).write_text("x")
+    assert has_records(output)
+
+
+@pytest.mark.parametrize("bad", [b"{}\n", b"garbage\n", b'{"index": true}\n', b'{"index": 5}\n'])
+def test_an_output_that_no_run_can_have_written_is_not_touched(tmp_path, bad):
+    output = tmp_path / "o.jsonl"
+    content = encode_record({"index": 0}) + bad + encode_record({"index": 2})
+    output.write_bytes(content)
+    with pytest.raises(UsageError, match="its line 2"):
+        recover(output)
+    assert output.read_bytes() == content

@@ -1,0 +1,45 @@
+"""The strict test bed: it is set up here, before any module under test is imported.
+
+- Mixed dtypes and silent broadcasts between ranks raise in every jax.numpy operation.
+- The functions of the model, the sampler and the kernels are checked against their jaxtyping annotations.
+- Warnings are errors (pyproject.toml).
+"""
+
+from pathlib import Path
+
+import jax
+import pytest
+from jaxtyping import install_import_hook
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# The hook rewrites modules as they are imported; without this line their annotations would only be comments.
+install_import_hook(["jaxserve.model", "jaxserve.sample", "pallas_kernels"], "beartype.beartype")
+
+REPOSITORY = Path(__file__).parent.parent
+REAL_MODEL = REPOSITORY / "checkpoints" / "smollm2-135m-instruct"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip, with the reason, what this machine cannot run."""
+    no_model = pytest.mark.skip(reason="run `jaxserve fetch smollm2-135m-instruct` first")
+    no_gpu = pytest.mark.skip(reason="no GPU")
+    has_model = (REAL_MODEL / "config.json").is_file()
+    for item in items:
+        if item.get_closest_marker("real_model") and not has_model:
+            item.add_marker(no_model)
+        if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
+            item.add_marker(no_gpu)
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The root of the repository."""
+    return REPOSITORY
+
+
+@pytest.fixture(scope="session")
+def real_model_directory() -> Path:
+    """The fetched checkpoint of SmolLM2-135M-Instruct, for tests marked real_model."""
+    return REAL_MODEL

@@ -1,0 +1,38 @@
+"""The test bed itself: what it promises to catch is caught."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+
+def test_mixed_dtypes_raise():
+    with pytest.raises(jax.dtypes.TypePromotionError, match="promotion"):
+        jnp.zeros(2, jnp.float32) + jnp.zeros(2, jnp.bfloat16)
+
+
+def test_silent_rank_promotion_raises():
+    with pytest.raises(ValueError, match="rank"):
+        jnp.zeros((2, 2)) + jnp.zeros(2)
+
+
+@pytest.mark.parametrize("package", ["jaxserve.model", "jaxserve.sample", "pallas_kernels"])
+def test_annotations_are_checked(package):
+    from jaxtyping._import_hook import _JaxtypingFinder
+
+    finders = [finder for finder in sys.meta_path if isinstance(finder, _JaxtypingFinder)]
+    assert any(finder.should_instrument(f"{package}.anything") for finder in finders)
+
+
+def test_the_host_side_loads_without_jax(repository):
+    """The control of the layer rule at run time: the brain, the text and the plan need no jax."""
+    code = (
+        "import sys, jaxserve, jaxserve.engine, jaxserve.schedule.build, jaxserve.pages.kv_manager, "
+        "jaxserve.text.watcher, jaxserve.plan.capacity, pallas_kernels.page_bytes; "
+        "print(sorted({'jax', 'jaxlib', 'flax', 'transformers', 'torch'} & set(sys.modules)))"
+    )
+    arguments = [sys.executable, "-c", code]
+    done = subprocess.run(arguments, cwd=repository, capture_output=True, text=True, check=False)
+    assert done.stdout == "[]\n", done.stderr
