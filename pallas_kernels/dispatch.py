@@ -1,8 +1,8 @@
 """Which implementation serves which platform; the one table of attention backends.
 
-Called by the engine's builder (to choose and report a backend and a page size) and by `api`. Imports no jax: an
-implementation is imported when it is first asked for. Invariant: nothing here falls back in silence; a backend that
-cannot serve raises, naming the option.
+Called by the engine's builder (to choose and report a backend and a page size) and by `api`.
+Imports no jax: an implementation is imported when it is first asked for. Invariant: nothing here
+falls back in silence; a backend that cannot serve raises, naming the option.
 """
 
 import dataclasses
@@ -48,21 +48,23 @@ def resolve_backend(requested: str, platform: str) -> str:
         platform: jax's name of the platform: "cpu", "gpu" or "tpu".
 
     Returns:
-        A name in BACKENDS whose implementation ships. "auto" is "xla" on every platform in this version (the kernels
-        for TPU and GPU do not ship yet); `explain_backend` says so in words.
+        A name in BACKENDS whose implementation ships. "auto" is "xla" on every platform in this
+        version, which ships no kernel for TPU or GPU; `explain_backend` says so in words.
 
     Raises:
         ValueError: an unknown name or platform, or a backend that this version does not ship.
     """
     if requested == "auto":
         if platform not in AUTO:
-            raise ValueError(f"platform={platform!r}: no attention backend; known: {', '.join(AUTO)}")
+            raise ValueError(
+                f"platform={platform!r}: no attention backend; known: {', '.join(AUTO)}"
+            )
         return AUTO[platform]
     return _backend(requested).name
 
 
 def explain_backend(requested: str, platform: str) -> str:
-    """One line for the log: which backend serves and why. Arguments and errors as `resolve_backend`."""
+    """One line for the log: which backend serves and why; arguments as `resolve_backend`."""
     name = resolve_backend(requested, platform)
     if requested != "auto":
         return f"attention backend {name} (as asked)"
@@ -72,19 +74,19 @@ def explain_backend(requested: str, platform: str) -> str:
 
 
 def implementation(name: str) -> ModuleType:
-    """Import and return the module that serves backend `name`; raises ValueError as `resolve_backend`."""
+    """The module that serves backend `name`, imported now; raises as `resolve_backend`."""
     module = _backend(name).module
     assert module is not None  # _backend refuses what does not ship
     return importlib.import_module(module)
 
 
 def layout_of(name: str) -> str:
-    """The page layout of backend `name`, a key of `layout.LAYOUTS`; raises ValueError as `resolve_backend`."""
+    """The page layout of backend `name`, a key of `layout.LAYOUTS`; raises as `resolve_backend`."""
     return _backend(name).layout
 
 
 def default_page_size(name: str) -> int:
-    """Tokens a page when the user does not say; raises ValueError as `resolve_backend`."""
+    """Tokens a page when the user does not say; raises as `resolve_backend`."""
     return _backend(name).default_page_size
 
 

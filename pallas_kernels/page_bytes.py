@@ -33,5 +33,7 @@ def page_bytes(layout: str, page_size: int, num_kv_heads: int, head_dim: int, dt
     if layout not in ("head_major", "split"):
         raise ValueError(f"layout={layout!r}: no such page layout; known: head_major, split")
     if dtype not in ITEM_BYTES:
-        raise ValueError(f"dtype={dtype!r}: no such KV element type; known: {', '.join(ITEM_BYTES)}")
+        raise ValueError(
+            f"dtype={dtype!r}: no such KV element type; known: {', '.join(ITEM_BYTES)}"
+        )
     return 2 * page_size * num_kv_heads * head_dim * ITEM_BYTES[dtype]

@@ -19,7 +19,6 @@ from jaxserve.engine import EngineStats
 from jaxserve.errors import InvalidRequestError
 
 _PERCENTILES = (50, 90, 99)
-_OPTIONS_SHOWN = ("dtype", "max_num_batched_tokens", "scheduling", "seed")
 
 
 class Counter(Protocol):
@@ -156,7 +155,10 @@ class Arm:
                 "warm_s": startup.warm_s,
             },
             "engine": {
-                **{name: self.options[name] for name in _OPTIONS_SHOWN},
+                "scheduling": self.options["scheduling"],
+                "seed": self.options["seed"],
+                "dtype": stats.dtype,
+                "max_num_batched_tokens": stats.max_num_batched_tokens,
                 "attention_backend": stats.attention_backend,
                 "page_size": stats.page_size,
                 "num_pages": stats.num_pages,

@@ -83,8 +83,10 @@ class LineParser:
             )
         except InvalidRequestError as error:
             return RequestLine(index=index, id=line_id, error=error)
-        except RecursionError:
-            error = InvalidRequestError("nested too deeply", code="invalid_json")
+        except (RecursionError, OverflowError) as caught:
+            is_deep = isinstance(caught, RecursionError)
+            what = "nested too deeply" if is_deep else "holds a number that is out of range"
+            error = InvalidRequestError(what, code="invalid_json")
             return RequestLine(index=index, id=line_id, error=error)
 
     def _fields(self, data: bytes) -> dict[str, Any]:

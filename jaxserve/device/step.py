@@ -32,11 +32,11 @@ class ForwardInputs(NamedTuple):
 def forward_inputs(batch: DeviceBatch) -> ForwardInputs:
     """The batch's arrays, untouched, in the shape that the layers take."""
     rows = PagedRows(
-        kv_lens=batch.kv_lens,  # type: ignore[arg-type]
-        page_table=batch.page_table,  # type: ignore[arg-type]
-        kv_starts=batch.kv_starts,  # type: ignore[arg-type]
-        cu_q_lens=batch.cu_q_lens,  # type: ignore[arg-type]
-        ranges=batch.ranges,  # type: ignore[arg-type]
+        kv_lens=batch.kv_lens,
+        page_table=batch.page_table,
+        kv_starts=batch.kv_starts,
+        cu_q_lens=batch.cu_q_lens,
+        ranges=batch.ranges,
     )
     return ForwardInputs(batch.token_ids, batch.positions, rows, batch.logit_rows)  # type: ignore[arg-type]
 

@@ -4,10 +4,11 @@
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxserve.model.layers import Linear
 from jaxserve.model.rope import rotate
@@ -19,13 +20,16 @@ from pallas_kernels.ragged_paged_attention.layout import KVPages
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PagedRows:
-    """Where each row of the batch stands in the pages. Fields as in `ragged_paged_attention`."""
+    """Where each row of the batch stands in the pages. Fields as in `ragged_paged_attention`.
 
-    kv_lens: Int[Array, " S"]
-    page_table: Int[Array, " SP"]
-    kv_starts: Int[Array, " S"]
-    cu_q_lens: Int[Array, " S1"]
-    ranges: Int[Array, " 3"]
+    The leaves may be arrays, numpy arrays on their way to the device, or abstract shapes.
+    """
+
+    kv_lens: Any  # i32[S]
+    page_table: Any  # i32[S * P]
+    kv_starts: Any  # i32[S]
+    cu_q_lens: Any  # i32[S + 1]
+    ranges: Any  # i32[3]
 
 
 class Attention(nnx.Module):

@@ -1,7 +1,8 @@
 """The one entry to attention: checks the arguments, resolves the backend, calls it.
 
-Called by the model's attention layer inside jit. Invariant: every backend gets the same, already checked arguments
-and gives the same result to rounding; what a backend cannot serve is refused here or there by name.
+Called by the model's attention layer inside jit. Invariant: every backend gets the same, already
+checked arguments and gives the same result to rounding; what a backend cannot serve is refused
+here or there by name.
 """
 
 import jax
@@ -30,14 +31,16 @@ def ragged_paged_attention(
     soft_cap: float | None = None,
     return_lse: bool = False,
     backend: str = "auto",
-    blocks: tuple[int, ...] | None = None,
+    blocks: tuple | None = None,
     interpret: bool | None = None,
 ) -> tuple[jax.Array, KVPages, jax.Array | None]:
     """Write the new tokens into their pages and attend every token to its row's pages, causally.
 
-    Rows are ordered by number of scheduled tokens, single-token rows first. Tokens beyond `cu_q_lens[-1]` are
-    padding: their output is finite, and they write to page 0 only. Unwritten slots and page 0 may hold anything, NaN
-    included. The result of a row does not depend on its neighbours or the bucket beyond rounding (about 1e-6 in f32).
+    Rows are ordered by number of scheduled tokens, single-token rows first. Tokens beyond
+    `cu_q_lens[-1]` are padding: their output is zero, and they write to page 0 only. Unwritten
+    slots and page 0 may hold anything, NaN included. The result of a row does not depend on its
+    neighbours or the bucket beyond rounding (about 1e-6 in f32). Page ids, lengths and counts are
+    trusted: they are traced, so whoever builds the batch checks them.
 
     Args:
         q: [T, H, D] f32 or bf16, packed queries, rotated.
@@ -48,7 +51,8 @@ def ragged_paged_attention(
         kv_starts: i32[S], absolute position of the first page in each row, or None for 0.
         cu_q_lens: i32[S+1], cumulative token counts; padded rows repeat the last value.
         ranges: i32[3]: rows with one token, end of the rows with a fixed chunk, rows in all.
-        k_scale, v_scale: f32[K], value of one unit of an 8-bit pool; required by it and refused by others.
+        k_scale, v_scale: f32[K], value of one unit of an 8-bit pool; required by it, refused by
+            others.
         sinks: f32[H], a logit per head that takes part in the softmax and adds nothing, or None.
         sm_scale: factor on the scores.
         window: a token sees itself and the `window - 1` positions before it, or None for all.
@@ -62,7 +66,8 @@ def ragged_paged_attention(
         (out [T, H, D] of q's dtype, the pages with the new tokens written, lse f32[T, H] or None).
 
     Raises:
-        ValueError: an argument whose shape, dtype or value does not fit, or a backend that does not ship.
+        ValueError: an argument whose shape, dtype or value does not fit, or a backend that does
+            not ship.
         NotImplementedError: an option that this backend does not serve.
     """
     name = dispatch.resolve_backend(backend, jax.default_backend() if backend == "auto" else "")

@@ -25,7 +25,13 @@ class HeadSpec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepSpec:
-    """One step's rows: `num_rows` rows of `num_tokens` new tokens each, at context `context` (new tokens included)."""
+    """One step: rows that are all alike.
+
+    Args:
+        num_rows: live rows.
+        num_tokens: new tokens in each.
+        context: tokens of context in each, the new ones included.
+    """
 
     num_rows: int
     num_tokens: int

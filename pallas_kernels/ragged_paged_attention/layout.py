@@ -1,11 +1,13 @@
 """KVPages: one layer's pool of KV pages, opaque to everyone but the backend that reads it.
 
-Made by the device layer (one per transformer layer), written by every backend through `write`, moved by tiers and
-tests through `gather` / `scatter`, which speak one canonical page format whatever the physical layout:
+Made by the device layer (one per transformer layer), written by every backend through `write`,
+moved by tiers and tests through `gather` / `scatter`, which speak one canonical page format
+whatever the physical layout:
 
     canonical pages [n, K, 2, page, D]     [:, :, 0] keys, [:, :, 1] values
 
-Page 0 is the null page: padding tokens write there, and nothing may depend on what it holds.
+Page 0 is the null page: padding tokens write there, and nothing may depend on what it holds. The KV
+head is axis 1 of every array of every layout, and the axis to shard.
 """
 
 import dataclasses

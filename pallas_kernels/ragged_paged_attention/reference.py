@@ -1,7 +1,7 @@
 """The plain truth: ragged paged attention written down as its definition, token by token.
 
-Called by tests and by `--attention_backend=reference`. It serves every option of the interface and every layout;
-it is slow. Invariant: nothing here is clever.
+Called by tests and by `--attention_backend=reference`. It serves every option of the interface and
+every layout, and is slow. Invariant: nothing here is clever.
 """
 
 import jax

@@ -1,5 +1,6 @@
 """Fixtures of the command line's tests: a checkpoint folder that `FakeLLM` accepts, and the fake in place."""
 
+import contextlib
 import json
 import logging
 import subprocess
@@ -49,21 +50,27 @@ def run(made: list[FakeLLM], model: Path) -> Callable[..., int]:
 
 
 @pytest.fixture
-def start(model: Path) -> Callable[..., subprocess.Popen[str]]:
-    """`jaxserve run` over the fake, as a process: (seconds a step, arguments) -> the process."""
+def start(model: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """`jaxserve run` over the fake, as a process: (seconds a step, arguments, load_s) -> the process."""
+    with contextlib.ExitStack() as stack:
 
-    def start_process(step_s: float, *arguments: object) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-m", "tests.cli.fake_llm", str(step_s), "run", f"--model={model}"]
-            + [str(argument) for argument in arguments],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        def start_process(
+            step_s: float, *arguments: object, load_s: float = 0
+        ) -> subprocess.Popen[str]:
+            program = [sys.executable, "-m", "tests.cli.fake_llm", str(step_s), str(load_s)]
+            process = subprocess.Popen(
+                [*program, "run", f"--model={model}", *map(str, arguments)],
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            stack.enter_context(process)  # waits and closes the pipes
+            stack.callback(process.kill)  # before that, in case the test failed
+            return process
 
-    return start_process
+        yield start_process
 
 
 def read_records(path: Path) -> list[dict]:

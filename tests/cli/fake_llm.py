@@ -1,12 +1,12 @@
 """`FakeLLM`: the real engine and scheduler over `FakeExecutor`, with a tokenizer of one id per character.
 
-As a program (`python -m tests.cli.fake_llm STEP_S run ...`) it is the command line over that fake, STEP_S seconds
-a step: something to interrupt and kill that starts in a fraction of a second.
+As a program (`python -m tests.cli.fake_llm STEP_S LOAD_S run ...`) it is the command line over that fake,
+with so many seconds a step and for loading: something to interrupt and kill that starts at once.
 """
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,6 +44,7 @@ class FakeLLM:
     """Stands where `LLM` does."""
 
     step_s = 0.0
+    load_s = 0.0
 
     def __init__(self, model: str, **options: object):
         if not Path(model).exists():
@@ -57,6 +58,7 @@ class FakeLLM:
             scheduling=config.scheduler.scheduling,
             seed=config.seed,
         )
+        time.sleep(self.load_s)
         self.startup = FakeStartup()
         self.most_requests = 0
         self._is_broken = False
@@ -88,7 +90,12 @@ class FakeLLM:
         return self.engine.step()
 
 
+def load_fake(model: str, options: Mapping[str, object]) -> FakeLLM:
+    """Stands where `text_engine.load_llm` does."""
+    return FakeLLM(model, **options)
+
+
 if __name__ == "__main__":
-    FakeLLM.step_s = float(sys.argv[1])
-    text_engine.load_llm = FakeLLM
-    raise SystemExit(main(sys.argv[2:]))
+    FakeLLM.step_s, FakeLLM.load_s = float(sys.argv[1]), float(sys.argv[2])
+    text_engine.load_llm = load_fake
+    raise SystemExit(main(sys.argv[3:]))

@@ -28,7 +28,10 @@ def split(data: bytes, chunk_bytes: int = 3) -> list[bytes]:
         (b"a\rb\n", [b"a\rb"]),
         (b"\r", [b""]),
         (b"\xef\xbb\xbfa\n\xef\xbb\xbfb", [b"a", b"\xef\xbb\xbfb"]),
-        ("a\u2028b\u2029c\x85d\x0be\x1cf\nx".encode(), ["a\u2028b\u2029c\x85d\x0be\x1cf".encode(), b"x"]),
+        (
+            "a\u2028b\u2029c\x85d\x0be\x1cf\nx".encode(),
+            ["a\u2028b\u2029c\x85d\x0be\x1cf".encode(), b"x"],
+        ),
     ],
 )
 @pytest.mark.parametrize("chunk_bytes", [1, 2, 1000])

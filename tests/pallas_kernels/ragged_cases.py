@@ -1,14 +1,15 @@
 """Ragged batches for the attention tests, and a NumPy f64 softmax that shares no code with what it checks.
 
-`make_case` builds a batch as the scheduler would, with a random page assignment, and poisons with NaN everything that
-attention must not read: unwritten slots, pages nobody owns, the null page.
+`make_case` builds a batch as the scheduler would, with a random page assignment, and poisons with
+NaN everything that attention must not read: padding tokens, unwritten slots, pages nobody owns, the
+null page.
 """
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes  # noqa: F401  (NumPy learns bfloat16 and float8 from it)
+import ml_dtypes
 import numpy as np
 
 from pallas_kernels import dispatch
@@ -84,6 +85,8 @@ def make_case(
 
     q = normal(num_tokens, num_heads, head_dim)
     k_new, v_new = normal(num_tokens, kv_heads, head_dim), normal(num_tokens, kv_heads, head_dim)
+    for packed in (q, k_new, v_new):
+        packed[sum(n for n, _ in rows) :] = np.nan  # padding tokens
     poison = 77 if np.dtype(kv_dtype) == np.int8 else np.nan
     before = np.full((num_pages, kv_heads, 2, page, head_dim), poison, np.float32).astype(kv_dtype)
     table = np.zeros((num_rows, pages_per_row), np.int32)
@@ -97,7 +100,8 @@ def make_case(
             if start + i < length - new:
                 old = normal(2, kv_heads, head_dim)
                 before[place] = np.stack(
-                    [quantise(old[0], k_scale, kv_dtype), quantise(old[1], v_scale, kv_dtype)], axis=1
+                    [quantise(old[0], k_scale, kv_dtype), quantise(old[1], v_scale, kv_dtype)],
+                    axis=1,
                 )
             else:
                 writes.append((place, token))
@@ -136,7 +140,11 @@ def oracle(case: Case, *, sm_scale, window=None, soft_cap=None, sinks=None):
     for r in range(num_rows):
         for t in range(case.cu_q_lens[r], case.cu_q_lens[r + 1]):
             position = case.kv_lens[r] - (case.cu_q_lens[r + 1] - t)
-            first = case.kv_starts[r] if window is None else max(case.kv_starts[r], position - window + 1)
+            first = (
+                case.kv_starts[r]
+                if window is None
+                else max(case.kv_starts[r], position - window + 1)
+            )
             index = np.arange(first, position + 1) - case.kv_starts[r]
             pair = case.after[table[r, index // page], :, :, index % page].astype(np.float64)
             for h in range(num_heads):
@@ -166,6 +174,16 @@ def make_pages(case: Case, backend: str) -> KVPages:
 
 def array_args(case: Case) -> dict[str, jax.Array | None]:
     """The case's array arguments by name, without q and the pages."""
-    names = "k_new v_new kv_lens page_table kv_starts cu_q_lens ranges k_scale v_scale".split()
+    names = [
+        "k_new",
+        "v_new",
+        "kv_lens",
+        "page_table",
+        "kv_starts",
+        "cu_q_lens",
+        "ranges",
+        "k_scale",
+        "v_scale",
+    ]
     values = {name: getattr(case, name) for name in names}
     return {n: None if v is None else jnp.asarray(v) for n, v in values.items()}

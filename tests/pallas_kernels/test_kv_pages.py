@@ -1,0 +1,107 @@
+"""KVPages: the canonical page format, shapes, bytes, and what a write touches."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import page_bytes
+from pallas_kernels.ragged_paged_attention import KVPages, layout
+
+SHAPE = {"num_pages": 6, "page_size": 4, "num_kv_heads": 3, "head_dim": 8}
+
+
+def _counting(name, dtype="float32"):
+    """A pool whose every element is different, and its canonical content."""
+    kv = KVPages.zeros(name, **SHAPE, dtype=dtype)
+    pages = np.arange(6 * 3 * 2 * 4 * 8, dtype=np.float32).reshape(6, 3, 2, 4, 8)
+    return kv.scatter(jnp.arange(6, dtype=jnp.int32), jnp.asarray(pages, kv.dtype)), pages
+
+
+@pytest.mark.parametrize("name", layout.LAYOUTS)
+def test_gather_gives_back_what_scatter_took(name):
+    kv, pages = _counting(name)
+    ids = jnp.array([4, 1, 1], jnp.int32)
+    np.testing.assert_array_equal(kv.gather(ids), pages[[4, 1, 1]])
+    moved = kv.scatter(jnp.array([2], jnp.int32), kv.gather(jnp.array([5], jnp.int32)))
+    pages[2] = pages[5]
+    np.testing.assert_array_equal(moved.gather(jnp.arange(6, dtype=jnp.int32)), pages)
+
+
+@pytest.mark.parametrize("name", layout.LAYOUTS)
+def test_write_touches_its_slots_and_the_null_page_only(name):
+    kv, pages = _counting(name)
+    new = jnp.full((5, 3, 8), -1.0), jnp.full((5, 3, 8), -2.0)
+    # row 0: position 4 alone, in page 5; row 1: positions 2, 3 in page 2 and 4 in page 1 (page 3 is the
+    # row's first, but kv_starts says its slots begin at 0); one padding token
+    written = layout.write(
+        kv,
+        *new,
+        kv_lens=jnp.array([5, 5, 0], jnp.int32),
+        page_table=jnp.array([4, 5, 2, 1, 0, 0], jnp.int32),
+        kv_starts=jnp.array([0, 0, 0], jnp.int32),
+        cu_q_lens=jnp.array([0, 1, 4, 4], jnp.int32),
+        k_scale=None,
+        v_scale=None,
+    )
+    for page, offset in [(5, 0), (2, 2), (2, 3), (1, 0)]:
+        pages[page, :, 0, offset], pages[page, :, 1, offset] = -1.0, -2.0
+    got = np.asarray(written.gather(jnp.arange(6, dtype=jnp.int32)))
+    np.testing.assert_array_equal(got[1:], pages[1:])
+    assert (got[0] != pages[0]).any()  # the padding token went there
+
+
+def test_write_counts_from_kv_starts():
+    kv, pages = _counting("split")
+    one = jnp.full((1, 3, 8), -1.0)
+    written = layout.write(
+        kv,
+        one,
+        one,
+        kv_lens=jnp.array([14], jnp.int32),
+        page_table=jnp.array([3, 1], jnp.int32),
+        kv_starts=jnp.array([8], jnp.int32),
+        cu_q_lens=jnp.array([0, 1], jnp.int32),
+        k_scale=None,
+        v_scale=None,
+    )
+    pages[1, :, :, 1] = -1.0  # position 13 is the row's slot 5
+    np.testing.assert_array_equal(written.gather(jnp.arange(6, dtype=jnp.int32)), pages)
+
+
+def test_token_places_skip_rows_without_tokens():
+    places = layout.token_places(
+        6, jnp.array([9, 4, 7, 0], jnp.int32), jnp.array([0, 1, 1, 4, 4], jnp.int32)
+    )
+    np.testing.assert_array_equal(places.live, [True] * 4 + [False] * 2)
+    np.testing.assert_array_equal(places.row[:4], [0, 2, 2, 2])
+    np.testing.assert_array_equal(places.position[:4], [8, 4, 5, 6])
+
+
+def test_8_bit_values_saturate():
+    x = jnp.full((1, 1, 2), 1e4)
+    scale = jnp.ones(1)
+    for dtype, most in [("int8", 127.0), ("float8_e4m3fn", 448.0), ("float8_e5m2", 57344.0)]:
+        got = layout.encode(x * 10, jnp.dtype(dtype), scale)
+        np.testing.assert_array_equal(np.asarray(got, np.float32), most)
+
+
+@pytest.mark.parametrize("name", layout.LAYOUTS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_abstract_zeros_and_page_bytes_agree(name, dtype):
+    abstract = KVPages.abstract(name, **SHAPE, dtype=dtype)
+    zeros = KVPages.zeros(name, **SHAPE, dtype=dtype)
+    assert jax.tree.structure(abstract) == jax.tree.structure(zeros)
+    assert [(a.shape, a.dtype) for a in abstract.data] == [(z.shape, z.dtype) for z in zeros.data]
+    assert (zeros.num_pages, zeros.dtype) == (6, jnp.dtype(dtype))
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(zeros))
+    assert total == 6 * page_bytes.page_bytes(name, 4, 3, 8, dtype)
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(ValueError, match="layout='rows'"):
+        KVPages.zeros("rows", **SHAPE, dtype="float32")
+    with pytest.raises(ValueError, match="layout='rows'"):
+        page_bytes.page_bytes("rows", 4, 3, 8, "float32")
+    with pytest.raises(ValueError, match="dtype='int3'"):
+        page_bytes.page_bytes("split", 4, 3, 8, "int3")
