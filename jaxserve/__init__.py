@@ -1,4 +1,7 @@
-"""jaxserve: LLM inference in pure JAX. `import jaxserve` is light: each name is loaded when it is first used."""
+"""jaxserve: LLM inference in pure JAX.
+
+`import jaxserve` is light: each name is loaded when it is first used.
+"""
 
 import importlib
 from typing import TYPE_CHECKING

@@ -1,7 +1,8 @@
-"""The one place that makes parts: checkpoint -> params on the device -> executor, scheduler, engine.
+"""The one place that makes parts: checkpoint -> params on the device -> executor, scheduler,
+engine.
 
-Called by `LLM` and by those who embed the engine with params of their own: make a `LoadedModel`, pass it to
-`build_engine`.
+Called by `LLM` and by those who embed the engine with params of their own: make a `LoadedModel`,
+pass it to `build_engine`.
 """
 
 import dataclasses
@@ -39,7 +40,8 @@ class LoadedModel:
 
     Args:
         config: shapes and constants.
-        params: nested dict of arrays as `model.llama` describes it; numpy, or already on the device.
+        params: nested dict of arrays as `model.llama` describes it; numpy, or already on the
+            device.
         tokenizer: None serves token ids only.
         eos_token_ids: the end set: generation_config, config and tokenizer together.
         load_s: seconds it took to load.
@@ -62,7 +64,9 @@ class StartupTimes:
 
 
 def resolve_dtype(name: str) -> jnp.dtype:
-    """The dtype of weights and pages; "auto" is float32 on CPU, where it is the fast one, bfloat16 elsewhere."""
+    """The dtype of weights and pages; "auto" is float32 on CPU, where it is the fast one,
+    bfloat16 elsewhere.
+    """
     if name == "auto":
         name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     return jnp.dtype(name)
@@ -204,7 +208,9 @@ def _resolve_buckets(config: EngineConfig) -> Buckets:
 
 
 def _layers_per_program(num_layers: int) -> int:
-    """All layers, except on CPU: there a few at a time run as fast and compile many times quicker."""
+    """All layers, except on CPU: there a few at a time run as fast and compile many times
+    quicker.
+    """
     if jax.default_backend() != "cpu":
         return num_layers
     return max(n for n in range(1, MAX_CPU_LAYERS_PER_PROGRAM + 1) if num_layers % n == 0)
@@ -217,9 +223,7 @@ def _to_device(params: Params, abstract: Params) -> Params:
     for name in sorted(expected.keys() | found.keys()):
         want, have = expected.get(name), found.get(name)
         if want is None or have is None or want.shape != have.shape or want.dtype != have.dtype:
-            raise ConfigError(
-                f"params{name}: expected {_describe(want)}, found {_describe(have)}"
-            )
+            raise ConfigError(f"params{name}: expected {_describe(want)}, found {_describe(have)}")
     return jax.block_until_ready(jax.device_put(params))
 
 

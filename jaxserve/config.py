@@ -1,7 +1,8 @@
 """The one tree of settings: `EngineConfig` and its branches, frozen and checked when made.
 
-Built by the faces (`LLM(**options)`, the CLI's flags) and read by `build.py`. What is found out at run time (how many
-pages fit, which backend "auto" means) is returned by the part that finds it, never written back here.
+Built by the faces (`LLM(**options)`, the CLI's flags) and read by `build.py`. What is found out at
+run time (how many pages fit, which backend "auto" means) is returned by the part that finds it,
+never written back here.
 """
 
 import dataclasses
@@ -17,8 +18,7 @@ MIN_PAGE_SIZE = 4
 
 
 def _check_int(name: str, value: object, low: int, high: int = 2**31 - 1) -> None:
-    is_int = isinstance(value, int) and not isinstance(value, bool)
-    if not is_int or not low <= value <= high:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise ConfigError(f"{name} must be an integer in [{low}, {high}], got {value!r}")
 
 
@@ -34,7 +34,8 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 
 def _check_positive(name: str, value: object, high: float = math.inf) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or not 0 < value <= high:
+    # Compared, not converted: an integer may be beyond every float, and NaN fails each comparison.
+    if not is_number or not 0 < value < math.inf or not value <= high:  # type: ignore[operator]
         raise ConfigError(f"{name} must be a number in (0, {high}], got {value!r}")
 
 
@@ -46,8 +47,9 @@ class CacheConfig:
         page_size: tokens a page; a power of two >= 4. None = the attention backend's own size.
         num_pages: pages in the pool, the null page included; at least 2.
         kv_cache_gib: size of the pool over all layers, GiB.
-        memory_utilization: share of the accelerator's memory that weights, programs and pages may take together.
-            On CPU the pool is bounded by what `max_num_seqs` full contexts need and by 2 GiB as well.
+        memory_utilization: share of the accelerator's memory that weights, programs and pages may
+            take together. On CPU the pool is bounded by what `max_num_seqs` full contexts need and
+            by 2 GiB as well.
 
     Raises:
         ConfigError: a value outside its range.
@@ -74,10 +76,12 @@ class SchedulerConfig:
     """Who runs next, and how much of it.
 
     Args:
-        max_num_seqs: most sequences in one step. Lowered to max_num_batched_tokens where that is smaller.
-        max_num_batched_tokens: the token budget of one step, decode tokens and prefill chunks together.
-        scheduling: "continuous" admits a request as soon as there is room; "static" (for comparison) admits a batch
-            and lets it drain before the next.
+        max_num_seqs: most sequences in one step. Lowered to max_num_batched_tokens where that is
+            smaller.
+        max_num_batched_tokens: the token budget of one step, decode tokens and prefill chunks
+            together.
+        scheduling: "continuous" admits a request as soon as there is room; "static" (for
+            comparison) admits a batch and lets it drain before the next.
 
     Raises:
         ConfigError: a value outside its range.
@@ -99,10 +103,12 @@ class EngineConfig:
 
     Args:
         dtype: of weights and KV pages; "auto" = float32 on CPU, bfloat16 elsewhere.
-        max_model_len: most tokens of a sequence, prompt and output together. None = the model's own limit.
+        max_model_len: most tokens of a sequence, prompt and output together. None = the model's own
+            limit.
         attention_backend: a name of `pallas_kernels.dispatch`, or "auto".
         seed: where the draws of requests without a seed of their own come from.
-        compilation_cache_dir: folder of jax's persistent compilation cache; None leaves jax's setting alone.
+        compilation_cache_dir: folder of jax's persistent compilation cache; None leaves jax's
+            setting alone.
         cache: the page pool.
         scheduler: the step's limits.
 
@@ -127,7 +133,7 @@ class EngineConfig:
 
     @classmethod
     def from_options(cls, options: Mapping[str, object]) -> "EngineConfig":
-        """The tree from flat names, each routed to the branch that owns it: `{"max_num_seqs": 8, "dtype": ...}`.
+        """The tree from flat names, each routed to the branch that owns it.
 
         Raises:
             ConfigError: a name that no branch has, or a value outside its range.

@@ -1,9 +1,10 @@
 """The engine: requests in, tokens out, one `step` at a time, over any `Executor`. Pure host code.
 
-    add(request) -> waiting -> [schedule -> submit -> result -> update -> watch -> release] * -> finished
+    add -> waiting -> [schedule -> submit -> result -> update -> watch -> release] * -> finished
 
-Called by `LLM` and by anyone who embeds it. The engine speaks token ids; a `TokenWatcher` per request is the only way
-text reaches into the loop, so ids, text, logprobs and counts are always cut in the same place.
+Called by `LLM` and by anyone who embeds it. The engine speaks token ids; a `TokenWatcher` per
+request is the only way text reaches into the loop, so ids, text, logprobs and counts are always cut
+in the same place.
 """
 
 import hashlib
@@ -99,9 +100,11 @@ class Engine:
         """Queues a request.
 
         Args:
-            request: its prompt is checked here: at least one id, ids inside the vocabulary, room for the prompt in
-                the context and in the page pool. A longer max_tokens is clamped to both.
-            watcher: makes text of its ids; without one its outputs carry ids only and stop strings are refused.
+            request: its prompt is checked here: at least one id, ids inside the vocabulary, room
+                for the prompt in the context and in the page pool. A longer max_tokens is clamped
+                to both.
+            watcher: makes text of its ids; without one its outputs carry ids only and stop strings
+                are refused.
 
         Raises:
             InvalidRequestError: the request is at fault; nothing was taken for it.
@@ -172,7 +175,8 @@ class Engine:
         """Ends a request between two steps and returns its pages.
 
         Returns:
-            What it still held back, with finish_reason "abort"; None when no such request is in flight.
+            What it still held back, with finish_reason "abort"; None when no such request is in
+            flight.
         """
         group = self._groups.get(request_id)
         return None if group is None else self._finish(group, "abort", None, [], flush=True)
@@ -185,8 +189,8 @@ class Engine:
         """Schedules and runs one step.
 
         Returns:
-            What each request released in it: new ids, text and logprobs only. A request that ends appears with its
-            finish_reason, even when it released nothing.
+            What each request released in it: new ids, text and logprobs only. A request that ends
+            appears with its finish_reason, even when it released nothing.
         """
         outputs = list(self._empty)
         self._empty.clear()
@@ -205,7 +209,9 @@ class Engine:
         return outputs
 
     def _release(self, group: SequenceGroup) -> RequestOutput | None:
-        """Looks at the token that a sequence just got: ends it, hands out what may be handed out."""
+        """Looks at the token that a sequence just got: ends it, hands out what may be handed
+        out.
+        """
         seq = group.seq
         self._num_output_tokens += 1
         ending = seq.ending()
@@ -233,7 +239,10 @@ class Engine:
         self.scheduler.finish(group.seq)
         del self._groups[group.seq.request.id]
         if flush and group.watcher is not None:
-            seen = [*seen, group.watcher.flush()]
+            rest = group.watcher.flush()
+            seen = [*seen, rest]
+            if rest.stopped:  # the very last characters, held until now, complete a stop string
+                reason, stop_reason = "stop", rest.stop_reason
         return self._output(group, seen, reason, stop_reason)
 
     def _output(
@@ -297,7 +306,9 @@ class Engine:
 
 
 def derive_seed(seed: int, index: int) -> int:
-    """A 64-bit seed for request number `index` of an engine (or file) seeded with `seed`; the same everywhere."""
+    """A 64-bit seed for request number `index` of an engine (or file) seeded with `seed`; the
+    same everywhere.
+    """
     digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big")
 

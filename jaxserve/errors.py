@@ -1,6 +1,7 @@
 """The errors users meet. Every message names the field (or file), the value and the limit.
 
-Raised by every layer, caught by the faces (`llm`, `cli`, `server`), which turn them into an exit code or an error object.
+Raised by every layer, caught by the faces (`llm`, `cli`, `server`), which turn them into an exit
+code or an error object.
 """
 
 
@@ -9,11 +10,15 @@ class JaxserveError(Exception):
 
 
 class ConfigError(JaxserveError, ValueError):
-    """An engine configuration that cannot be served; raised before anything is loaded or allocated."""
+    """An engine configuration that cannot be served; raised before anything is loaded or
+    allocated.
+    """
 
 
 class CheckpointError(JaxserveError):
-    """A checkpoint that cannot be loaded; names the file and tensor, what was expected and what was found."""
+    """A checkpoint that cannot be loaded; names the file and tensor, what was expected and what
+    was found.
+    """
 
 
 class InvalidRequestError(JaxserveError, ValueError):

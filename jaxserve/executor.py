@@ -1,6 +1,8 @@
-"""The Protocol between the engine and whatever runs a batch: a device, a fake in tests, a clock in a simulator.
+"""The Protocol between the engine and whatever runs a batch: a device, a fake in tests, a clock in
+a simulator.
 
-`submit` and `result` are two calls so that an engine may schedule the next step while this one runs.
+`submit` and `result` are two calls so that an engine may schedule the next step while this one
+runs.
 """
 
 from typing import Protocol

@@ -1,10 +1,11 @@
 """`LLM`: the batch and notebook face. Text or token ids in, `RequestOutput`s out.
 
     llm = LLM("checkpoints/smollm2-135m-instruct")
-    print(llm.generate(["The capital of France is"], SamplingParams(max_tokens=64))[0].outputs[0].text)
+    print(llm.generate(["The capital of France is"],
+    SamplingParams(max_tokens=64))[0].outputs[0].text)
 
-It owns a tokenizer and an `Engine`; `add` and `step` are the same loop in the open, for callers (the CLI) that feed
-and drain at their own pace.
+It owns a tokenizer and an `Engine`; `add` and `step` are the same loop in the open, for callers
+(the CLI) that feed and drain at their own pace.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,7 +30,8 @@ class LLM:
         options: any field of `EngineConfig`, `CacheConfig` or `SchedulerConfig`, by its flat name.
 
     Raises:
-        ConfigError: an option is unknown, out of range, or cannot be served by this model or backend.
+        ConfigError: an option is unknown, out of range, or cannot be served by this model or
+            backend.
         CheckpointError: the model cannot be loaded.
     """
 
@@ -56,24 +58,22 @@ class LLM:
         return self._tokenizer
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a text prompt (with the tokenizer's own added specials), or the ids as they are."""
+        """Token ids of a text prompt (with the tokenizer's own added specials), or the ids as
+        they are.
+        """
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation through the chat template, ready for the assistant's turn."""
         return self.tokenizer.encode_chat(messages)
 
-    def add(
-        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams
-    ) -> None:
+    def add(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         """Queues one request; its outputs come out of `step`.
 
         Raises:
             InvalidRequestError: the request is at fault; nothing was queued.
         """
-        request = Request(
-            id=request_id, prompt_token_ids=prompt_token_ids, sampling_params=params
-        )
+        request = Request(id=request_id, prompt_token_ids=prompt_token_ids, sampling_params=params)
         self.engine.add(request, self._watcher(params))
         self._num_added += 1
 
@@ -106,7 +106,8 @@ class LLM:
             One whole `RequestOutput` per prompt, in order.
 
         Raises:
-            InvalidRequestError: a prompt or its parameters are at fault; none of the prompts is run.
+            InvalidRequestError: a prompt or its parameters are at fault; none of the prompts is
+                run.
         """
         return self._run([self.encode(p) for p in _as_prompts(prompts)], sampling_params)
 
@@ -123,7 +124,10 @@ class LLM:
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
-        """Runs one prompt and yields what it releases, step by step. Leaving the loop early aborts it."""
+        """Runs one prompt and yields what it releases, step by step.
+
+        Leaving the loop early aborts it.
+        """
         request_id = self._next_id()
         self.add(request_id, self.encode(prompt), sampling_params or SamplingParams())
         finished = False
@@ -156,7 +160,9 @@ class LLM:
                 for output in self.step():
                     if output.request_id in parts:
                         parts[output.request_id].append(output)
-        except BaseException:  # a bad prompt or Ctrl-C: the others must not stay behind in the engine
+        except (
+            BaseException
+        ):  # a bad prompt or Ctrl-C: the others must not stay behind in the engine
             for request_id in request_ids:
                 self.engine.abort(request_id)
             raise

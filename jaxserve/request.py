@@ -1,10 +1,10 @@
 """What goes into the engine and what comes out of it: `SamplingParams`, `Request`, `RequestOutput`.
 
-Every face (library, CLI, server) builds these; every field is checked here, at the border, so that the rooms behind
-it may trust them.
+Every face (library, CLI, server) builds these; every field is checked here, at the border, so that
+the rooms behind it may trust them.
 """
 
-import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -12,6 +12,7 @@ from jaxserve.errors import InvalidRequestError
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024  # characters
+LARGEST_FLOAT = sys.float_info.max
 
 
 def _require(ok: bool, name: str, value: object, limit: str) -> None:
@@ -25,7 +26,9 @@ def _is_int(value: object) -> bool:
 
 def _require_real(name: str, value: object) -> None:
     is_real = isinstance(value, int | float) and not isinstance(value, bool)
-    _require(is_real and math.isfinite(value), name, value, "a finite number")
+    # Compared, not converted: an integer may be beyond every float, and NaN fails each comparison.
+    is_finite = is_real and -LARGEST_FLOAT <= value <= LARGEST_FLOAT  # type: ignore[operator]
+    _require(is_finite, name, value, "a finite number")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,18 +36,21 @@ class SamplingParams:
     """How one request is decoded; names and meanings as in vLLM and the OpenAI API.
 
     Args:
-        max_tokens: most tokens to generate; None = up to the context length. A budget that would pass the context
-            (or the whole page pool) is clamped and the request then ends with finish_reason "length".
+        max_tokens: most tokens to generate; None = up to the context length. A budget that would
+            pass the context (or the whole page pool) is clamped and the request then ends with
+            finish_reason "length".
         temperature: 0 = greedy (top_k, top_p, min_p and seed are then ignored).
         top_k: keep the k most likely tokens; 0 or -1 = all.
         top_p: keep the smallest set whose probability reaches top_p; in (0, 1].
         min_p: drop tokens less likely than min_p times the most likely one; in [0, 1].
-        seed: makes the draws a function of (seed, output position) alone; 64 bits, negative values wrap
-            (-1 is 2**64 - 1). None = derived from the engine's seed and the request's index.
+        seed: makes the draws a function of (seed, output position) alone; 64 bits, negative values
+            wrap (-1 is 2**64 - 1). None = derived from the engine's seed and the request's index.
         stop: strings that end the text; never part of it unless include_stop_str_in_output.
-        stop_token_ids: ids that end the request besides the end set; never switched off by ignore_eos.
+        stop_token_ids: ids that end the request besides the end set; never switched off by
+            ignore_eos.
         ignore_eos: do not stop at the model's end set.
-        logprobs: None or False = none; True, 0 or 1 = the chosen token's natural-log probability per output token.
+        logprobs: None or False = none; True, 0 or 1 = the chosen token's natural-log probability
+            per output token.
         skip_special_tokens: leave special tokens out of the text.
 
     Raises:
@@ -94,9 +100,9 @@ class SamplingParams:
         self._check_stops()
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "a boolean")
-        chosen_only = self.logprobs is None or isinstance(self.logprobs, bool)
+        known = self.logprobs is None or isinstance(self.logprobs, bool)
         _require(
-            chosen_only or (_is_int(self.logprobs) and 0 <= self.logprobs <= 1),
+            known or (_is_int(self.logprobs) and self.logprobs in (0, 1)),
             "logprobs",
             self.logprobs,
             "true, false, 0 or 1 (the chosen token's logprob)",
@@ -110,7 +116,12 @@ class SamplingParams:
             self.stop,
             "a string or a list of strings",
         )
-        _require(len(stops) <= MAX_STOP_STRINGS, "stop", self.stop, f"{MAX_STOP_STRINGS} strings or fewer")
+        _require(
+            len(stops) <= MAX_STOP_STRINGS,
+            "stop",
+            self.stop,
+            f"{MAX_STOP_STRINGS} strings or fewer",
+        )
         _require(
             all(0 < len(s) <= MAX_STOP_LENGTH for s in stops),
             "stop",
@@ -139,7 +150,8 @@ class Request:
 
     Args:
         id: unique among the requests in flight.
-        prompt_token_ids: i32 ids, at least one; checked against vocabulary and limits by `Engine.add`.
+        prompt_token_ids: i32 ids, at least one; checked against vocabulary and limits by
+            `Engine.add`.
         sampling_params: how to decode it.
     """
 
@@ -150,15 +162,18 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionOutput:
-    """One sequence's output. From `Engine.step` it is what came since the last step; from `LLM.generate` it is whole.
+    """One sequence's output. From `Engine.step` it is what came since the last step; from
+    `LLM.generate` it is whole.
 
     Args:
         index: which of the request's sequences (0 today).
         text: released text; empty when the request runs without a tokenizer.
-        token_ids: released ids, cut where the text is cut; an end-of-sequence id is kept as the last one.
+        token_ids: released ids, cut where the text is cut; an end-of-sequence id is kept as the
+            last one.
         logprobs: f32 natural logs, one per id, or None when not asked for.
         finish_reason: None while running; "stop", "length" or "abort" at the end.
-        stop_reason: the stop string or stop token id that ended it, None for the end set and other endings.
+        stop_reason: the stop string or stop token id that ended it, None for the end set and other
+            endings.
     """
 
     index: int

@@ -5,6 +5,7 @@
 - Warnings are errors (pyproject.toml).
 """
 
+import tempfile
 from pathlib import Path
 
 import jax
@@ -13,6 +14,12 @@ from jaxtyping import install_import_hook
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Engines of different tests share many programs: each is compiled once in a run.
+COMPILED = tempfile.TemporaryDirectory(prefix="jaxserve-test-programs-")
+jax.config.update("jax_compilation_cache_dir", COMPILED.name)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 # The hook rewrites modules as they are imported; without this line their annotations would only be comments.
 install_import_hook(["jaxserve.model", "jaxserve.sample", "pallas_kernels"], "beartype.beartype")

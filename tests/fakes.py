@@ -1,7 +1,7 @@
 """A device without a device: `FakeExecutor` runs batches over remembered token ids.
 
-It reads its context back through the page table exactly as attention would, so a wrong slot, a page used twice or a
-row built wrongly changes the output or trips an assertion.
+It reads its context back through the page table exactly as attention would, so a wrong slot, a page
+used twice or a row built wrongly changes the output or trips an assertion.
 """
 
 import hashlib
@@ -79,7 +79,9 @@ class FakeExecutor:
             assert (pages != 0).all(), "a live token would be written to the null page"
             self.slots[pages, positions % self.page_size] = batch.token_ids[begin:end]
             all_positions = np.arange(kv_len)
-            context = self.slots[table[row][all_positions // self.page_size], all_positions % self.page_size]
+            context = self.slots[
+                table[row][all_positions // self.page_size], all_positions % self.page_size
+            ]
             assert (context != UNWRITTEN).all(), "attention would read a slot that nobody wrote"
             last_tokens[int(end) - 1] = next_token(context)
         ids = np.array([last_tokens[t] for t in batch.logit_rows[: batch.num_rows]], np.int32)

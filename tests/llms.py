@@ -13,7 +13,11 @@ TINY = Path(__file__).parent.parent / "checkpoints" / "tiny_llama"
 @functools.cache
 def shared_llm(model: str | Path = TINY, **options: object) -> LLM:
     """An idle `LLM`; the caller leaves it idle."""
-    small: dict[str, object] = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 128}
+    small: dict[str, object] = {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 32,
+        "max_model_len": 128,
+    }
     if "num_pages" not in options:
         small["kv_cache_gib"] = 0.01
     return LLM(str(model), **(small | options))
@@ -25,6 +29,8 @@ def greedy(num_tokens: int, **fields: object) -> SamplingParams:
     )  # type: ignore[arg-type]
 
 
-def stream_all(llm: LLM, prompt: str | Sequence[int], params: SamplingParams) -> list[RequestOutput]:
+def stream_all(
+    llm: LLM, prompt: str | Sequence[int], params: SamplingParams
+) -> list[RequestOutput]:
     """What each step released."""
     return list(llm.stream(prompt, params))

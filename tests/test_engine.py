@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 
+from jaxserve.config import EngineConfig
 from jaxserve.engine import derive_seed
 from jaxserve.errors import ConfigError, InvalidRequestError
-from jaxserve.config import EngineConfig
 from jaxserve.llm import merge_outputs
 from jaxserve.request import Request, SamplingParams
 from tests.fakes import drain, expected_tokens, make_engine
@@ -86,7 +86,9 @@ def test_c08_a_request_that_outgrows_the_pool_ends_with_length():
 
 def test_ids_may_be_numpy_integers():
     engine = make_engine()
-    assert run(engine, prompt=np.array(PROMPT), max_tokens=3).token_ids == expected_tokens(PROMPT, 3)
+    assert run(engine, prompt=np.array(PROMPT), max_tokens=3).token_ids == expected_tokens(
+        PROMPT, 3
+    )
 
 
 def test_the_end_set_and_stop_token_ids():
@@ -146,6 +148,8 @@ BAD_PARAMS = [
     ("temperature", math.inf),
     ("temperature", -0.1),
     ("temperature", "hot"),
+    ("temperature", 10**400),
+    ("top_p", 10**400),
     ("temperature", True),
     ("top_k", -2),
     ("top_k", 1.0),

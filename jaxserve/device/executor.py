@@ -1,7 +1,8 @@
-"""`DeviceExecutor`: the owner of params, KV pages and compiled programs; meets `jaxserve.executor.Executor`.
+"""`DeviceExecutor`: the owner of params, KV pages and compiled programs; meets
+`jaxserve.executor.Executor`.
 
-Made by `jaxserve.build`. The pages are donated to every step and replaced by what it returns, so the pool exists once
-and is updated in place. Nothing else may hold them.
+Made by `jaxserve.build`. The pages are donated to every step and replaced by what it returns, so
+the pool exists once and is updated in place. Nothing else may hold them.
 """
 
 import dataclasses
@@ -23,13 +24,17 @@ from pallas_kernels.ragged_paged_attention.layout import KVPages
 class DeviceStep:
     """A step under way; `result` waits for it."""
 
-    def __init__(self, num_rows: int, outputs: tuple[jax.Array, jax.Array] | None, pages: jax.Array):
+    def __init__(
+        self, num_rows: int, outputs: tuple[jax.Array, jax.Array] | None, pages: jax.Array
+    ):
         self._num_rows = num_rows
         self._outputs = outputs
         self._pages = pages
 
     def result(self) -> SampledTokens:
-        """Blocks until the step is done, also when it samples nothing, so that its errors surface here."""
+        """Blocks until the step is done, also when it samples nothing, so that its errors surface
+        here.
+        """
         if self._outputs is None:
             self._pages.block_until_ready()
             empty = np.zeros((0, 1))
@@ -56,7 +61,8 @@ class StepShapes:
         max_pages: pages a sequence (P).
         layout: page layout of the attention backend.
         dtype: of activations and pages.
-        layers_per_program: consecutive layers compiled as one program; divides the number of layers.
+        layers_per_program: consecutive layers compiled as one program; divides the number of
+            layers.
     """
 
     model: ModelFunctions
@@ -94,7 +100,10 @@ class StepShapes:
         ]
 
     def token_programs(self, num_tokens: int) -> list[Program]:
-        """The programs of one rung of T. `layers` gives back its input and its pages: both are donated."""
+        """The programs of one rung of T.
+
+        `layers` gives back its input and its pages: both are donated.
+        """
         inputs = forward_inputs(self.padding(Bucket(num_tokens, 1)))
         params = self.model.abstract_params
         x = jax.ShapeDtypeStruct((num_tokens, self.model.config.hidden_size), self.dtype)
@@ -137,7 +146,8 @@ class StepShapes:
 def largest_step_bytes(shapes: StepShapes) -> int:
     """Device memory, in bytes, that the largest step takes beyond params and pages.
 
-    Compiles the largest programs against whatever small pool `shapes` names: the pool's size hardly matters to it.
+    Compiles the largest programs against whatever small pool `shapes` names: the pool's size hardly
+    matters to it.
     """
     table = ProgramTable()
     largest = [
@@ -148,6 +158,7 @@ def largest_step_bytes(shapes: StepShapes) -> int:
     sizes = []
     for program in largest:
         analysis = table[program.key].memory_analysis()
+        assert analysis is not None, f"no memory analysis of {program.key} on this platform"
         sizes.append(
             analysis.temp_size_in_bytes
             + analysis.output_size_in_bytes

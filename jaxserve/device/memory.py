@@ -1,17 +1,17 @@
 """How much memory a device has left."""
 
 import os
-
-import jax
+from typing import Any
 
 from jaxserve.errors import ConfigError
 
 
-def free_bytes(device: jax.Device, utilization: float) -> int:
+def free_bytes(device: Any, utilization: float) -> int:
     """Bytes still free if the process may take `utilization` of the device's memory.
 
     Args:
-        device: an accelerator, or a CPU device (then host RAM counts, as the operating system sees it now).
+        device: a `jax.Device`: an accelerator, or a CPU device (then host RAM counts, as the
+            operating system sees it now).
         utilization: share in (0, 1].
 
     Raises:

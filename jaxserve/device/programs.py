@@ -1,7 +1,7 @@
 """The compiled table: (program, rung) -> executable, built ahead of time from shapes alone.
 
-The hot path calls only this table. A compiled executable takes exactly the shapes and dtypes it was made for, so a
-wrong one raises at once; nothing here can compile while a request waits.
+The hot path calls only this table. A compiled executable takes exactly the shapes and dtypes it was
+made for, so a wrong one raises at once; nothing here can compile while a request waits.
 """
 
 import os

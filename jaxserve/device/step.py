@@ -1,12 +1,13 @@
 """The pure functions that make up a step; `executor.py` compiles each once per rung of its ladder.
 
     embed   (T)   token ids -> [T, E]
-    layers  (T)   a run of consecutive layers: [T, E] -> [T, E], pages written; called for one run after the other
-    select  (T)   the rows that need logits: [T, E] -> [S, E]
+    layers  (T)   a run of consecutive layers: [T, E] -> [T, E], pages written; called for one run
+    after the other select  (T)   the rows that need logits: [T, E] -> [S, E]
     sample  (R)   the first R of those rows -> logits -> one token each
 
-Cutting a step here makes a few small programs instead of len(T) x len(R) large ones: every run of layers shares one
-program, and a step that samples nothing (the middle of a long prompt) skips the head.
+Cutting a step here makes a few small programs instead of len(T) x len(R) large ones: every run of
+layers shares one program, and a step that samples nothing (the middle of a long prompt) skips the
+head.
 """
 
 from typing import NamedTuple
@@ -54,7 +55,9 @@ def sampling_rows(batch: DeviceBatch) -> SamplingRows:
 
 
 def select_rows(x: jax.Array, logit_rows: jax.Array) -> jax.Array:
-    """[S, E]: the tokens of x [T, E] that `logit_rows` i32[S] names; padding entries name token 0."""
+    """[S, E]: the tokens of x [T, E] that `logit_rows` i32[S] names; padding entries name token
+    0.
+    """
     return x.at[logit_rows].get(mode="clip")
 
 

@@ -1,4 +1,7 @@
-"""The layers that any Llama-like model is made of. `linear` is the one projection; weights are plain arrays in it."""
+"""The layers that any Llama-like model is made of.
+
+`linear` is the one projection; weights are plain arrays in it.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -65,17 +68,16 @@ class Embedding(nnx.Module):
     def attend(self, hidden: Float[Array, "R E"]) -> Float[Array, "R V"]:
         """Logits f32[R, V] of hidden rows [R, E].
 
-        The embedding stands on the left of the product: with one row, XLA on CPU would otherwise transpose the whole
-        embedding in every step.
+        The embedding stands on the left of the product: with one row, XLA on CPU would otherwise
+        transpose the whole embedding in every step.
         """
-        logits = jnp.einsum(
+        return jnp.einsum(
             "ve,re->rv",
             self.embedding[...],
             hidden,
             precision=PRECISION,
             preferred_element_type=jnp.float32,
         )
-        return logits
 
 
 class MLP(nnx.Module):

@@ -1,7 +1,9 @@
-"""Llama: a stack of pre-norm attention and SwiGLU blocks over paged KV, in three parts: embedding, block, head.
+"""Llama: a stack of pre-norm attention and SwiGLU blocks over paged KV, in three parts: embedding,
+block, head.
 
-    params   {"embed": {"embedding"}, "layers": {0: {"input_norm", "attn", "post_attn_norm", "mlp"}, ...},
-              "norm": {"scale"}, "lm_head": {"kernel"} unless tied}
+params   {"embed": {"embedding"}, "layers": {0: {"input_norm", "attn", "post_attn_norm", "mlp"},
+...},
+          "norm": {"scale"}, "lm_head": {"kernel"} unless tied}
 """
 
 from collections.abc import Callable
@@ -32,7 +34,9 @@ class LlamaBlock(nnx.Module):
         self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.attn = Attention(config, dtype, backend)
         self.post_attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size, dtype, use_bias=config.mlp_bias)
+        self.mlp = MLP(
+            config.hidden_size, config.intermediate_size, dtype, use_bias=config.mlp_bias
+        )
 
     def __call__(self, x, cos, sin, rows: PagedRows, kv: KVPages):
         attended, kv = self.attn(self.input_norm(x), cos, sin, rows, kv)

@@ -1,8 +1,8 @@
 """Model families by architecture name, and the model as functions over a plain params dict.
 
-`ModelFunctions` is all that the device layer knows of a model: it merges params into the NNX graphs inside a trace.
-The loop over layers takes any run of consecutive layers, so that a caller may compile all of them as one program or
-compile a few and call that program again and again.
+`ModelFunctions` is all that the device layer knows of a model: it merges params into the NNX graphs
+inside a trace. The loop over layers takes any run of consecutive layers, so that a caller may
+compile all of them as one program or compile a few and call that program again and again.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -112,6 +112,6 @@ def build_model(config: ModelConfig, dtype: jnp.dtype, backend: str) -> ModelFun
     for name, make in parts._asdict().items():
         graphs[name], state = nnx.split(nnx.eval_shape(make))
         trees[name] = nnx.to_pure_dict(state)
-    layers = {i: trees["block"] for i in range(config.num_layers)}
+    layers = dict.fromkeys(range(config.num_layers), trees["block"])
     params = {**trees["head"], "embed": trees["embed"], "layers": layers}
     return ModelFunctions(config=config, graphs=graphs, abstract_params=params)

@@ -1,7 +1,7 @@
 """Rotary position embedding: frequencies from a `RopeConfig`, phase, sine and cosine in float32.
 
-Called by the attention layers. Only the rotated result is cast to the model's dtype: a phase computed from bfloat16
-frequencies is noise after a few thousand positions.
+Called by the attention layers. Only the rotated result is cast to the model's dtype: a phase
+computed from bfloat16 frequencies is noise after a few thousand positions.
 """
 
 import math
@@ -24,9 +24,11 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
     Returns:
         f32[D / 2].
 
-    Source: RoFormer (Su et al. 2021), section 3.2; "llama3" as in the Llama 3.1 reference code: wavelengths beyond
-    the original context / low_freq_factor are divided by factor, those within original / high_freq_factor are kept,
-    and the band between is blended linearly in turns over the original context.
+    Source: RoFormer (Su et al. 2021), section 3.2; "llama3" as in the Llama 3.1 reference code:
+        wavelengths beyond
+    the original context / low_freq_factor are divided by factor, those within original /
+    high_freq_factor are kept, and the band between is blended linearly in turns over the original
+    context.
     """
     exponent = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
     inv_freq = 1.0 / rope.theta**exponent

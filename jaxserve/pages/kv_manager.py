@@ -1,7 +1,8 @@
-"""Match, allocate and free the KV pages of one sequence. Used by the scheduler; owns the `PagePool`.
+"""Match, allocate and free the KV pages of one sequence. Used by the scheduler; owns the
+`PagePool`.
 
-A prefix cache plugs in at `match`: whatever it returns, a sequence simply starts at `num_tokens`, and a full hit still
-leaves at least one token to run. Without one every match is empty.
+A prefix cache plugs in at `match`: whatever it returns, a sequence simply starts at `num_tokens`,
+and a full hit still leaves at least one token to run. Without one every match is empty.
 """
 
 from collections.abc import Sequence
@@ -50,7 +51,9 @@ class KVManager:
         return PageTable(self.max_pages_per_seq, self.page_size)
 
     def match(self, token_ids: Sequence[int]) -> PrefixMatch:
-        """The longest cached prefix of `token_ids`, shared with the caller (freed again by `free`)."""
+        """The longest cached prefix of `token_ids`, shared with the caller (freed again by
+        `free`).
+        """
         del token_ids  # no cache yet: nothing is known
         return NO_MATCH
 
@@ -63,7 +66,9 @@ class KVManager:
         return table.num_missing(num_tokens) <= self.pool.num_free
 
     def grow(self, table: PageTable, num_tokens: int) -> bool:
-        """Adds pages until `num_tokens` tokens fit; False, with nothing changed, when too few are free."""
+        """Adds pages until `num_tokens` tokens fit; False, with nothing changed, when too few are
+        free.
+        """
         page_ids = self.pool.alloc(table.num_missing(num_tokens))
         if page_ids is None:
             return False
@@ -75,7 +80,9 @@ class KVManager:
         self.pool.release(table.clear())
 
     def check_invariants(self, tables: Sequence[PageTable]) -> None:
-        """Raises AssertionError unless free + owned = all and the owners are exactly these tables."""
+        """Raises AssertionError unless free + owned = all and the owners are exactly these
+        tables.
+        """
         self.pool.check_invariants()
         owners = [0] * self.pool.num_pages
         for table in tables:

@@ -1,8 +1,10 @@
 """The fixed pool of KV pages: a free list and a reference count per page.
 
-Used by `KVManager` alone. Page 0 is the null page: padding tokens write there, so it is never handed out.
+Used by `KVManager` alone. Page 0 is the null page: padding tokens write there, so it is never
+handed out.
 
-Invariant: every page but the null page is either free (ref_count 0, once in the free list) or owned (ref_count > 0).
+Invariant: every page but the null page is either free (ref_count 0, once in the free list) or owned
+(ref_count > 0).
 
     page ids   0      1 .. num_pages - 1
                null   free | owned
@@ -22,10 +24,14 @@ class PagePool:
 
     def __init__(self, num_pages: int):
         if num_pages < 2:
-            raise ValueError(f"num_pages must be at least 2 (null page and one more), got {num_pages}")
+            raise ValueError(
+                f"num_pages must be at least 2 (null page and one more), got {num_pages}"
+            )
         self.num_pages = num_pages
         self._ref_counts = [0] * num_pages
-        self._free = list(range(num_pages - 1, NULL_PAGE, -1))  # a stack: low ids first, hot ids again
+        self._free = list(
+            range(num_pages - 1, NULL_PAGE, -1)
+        )  # a stack: low ids first, hot ids again
 
     @property
     def num_usable(self) -> int:
@@ -40,7 +46,9 @@ class PagePool:
         return self._ref_counts[page_id]
 
     def alloc(self, num_pages: int) -> list[int] | None:
-        """Takes `num_pages` pages, each with one owner; None (and nothing taken) when fewer are free."""
+        """Takes `num_pages` pages, each with one owner; None (and nothing taken) when fewer are
+        free.
+        """
         if num_pages > len(self._free):
             return None
         taken = [self._free.pop() for _ in range(num_pages)]

@@ -1,6 +1,6 @@
 """One sequence's pages, in order. Filled and emptied by `KVManager`; read when a batch is built.
 
-    position p of the sequence lives in slot  page_ids[p // page_size] * page_size + p % page_size
+position p of the sequence lives in slot  page_ids[p // page_size] * page_size + p % page_size
 """
 
 import numpy as np

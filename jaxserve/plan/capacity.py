@@ -1,4 +1,7 @@
-"""How many KV pages to make. Called by `jaxserve.build`; the answer is returned, never written into a config."""
+"""How many KV pages to make.
+
+Called by `jaxserve.build`; the answer is returned, never written into a config.
+"""
 
 from dataclasses import dataclass
 
@@ -48,8 +51,10 @@ def size_pool(
         cache: the user's settings.
         bytes_per_page: of one page over all layers.
         page_size: tokens a page.
-        max_model_len, max_num_seqs: what the pool could ever be asked to hold; more is never made by default.
-        free_bytes: memory that memory_utilization leaves for pages once weights and programs have theirs.
+        max_model_len, max_num_seqs: what the pool could ever be asked to hold; more is never made
+            by default.
+        free_bytes: memory that memory_utilization leaves for pages once weights and programs have
+            theirs.
         on_cpu: bounds the default by `CPU_POOL_LIMIT_BYTES`.
 
     Raises:

@@ -1,9 +1,9 @@
 """Draws one token per row of logits.
 
-Order: temperature, then top_k, top_p and min_p, each on what the one before it left. Rows never affect each other:
-every row has its own key, folded with its output position, and a row's result does not depend on which branch the
-other rows made the batch take. What no row asks for costs nothing: greedy batches draw no noise, and batches without
-top_k and top_p sort nothing.
+Order: temperature, then top_k, top_p and min_p, each on what the one before it left. Rows never
+affect each other: every row has its own key, folded with its output position, and a row's result
+does not depend on which branch the other rows made the batch take. What no row asks for costs
+nothing: greedy batches draw no noise, and batches without top_k and top_p sort nothing.
 """
 
 from typing import NamedTuple
@@ -34,8 +34,8 @@ def sample(logits: Float[Array, "R V"], rows: SamplingRows) -> Int[Array, " R"]:
         rows: each row's parameters.
 
     Returns:
-        i32[R]: the argmax where temperature is 0, else a draw that depends on the row's logits, parameters, seed and
-        output position alone.
+        i32[R]: the argmax where temperature is 0, else a draw that depends on the row's logits,
+        parameters, seed and output position alone.
     """
     greedy = jnp.argmax(logits, axis=1).astype(jnp.int32)
     is_greedy = rows.temperature <= 0
@@ -66,7 +66,8 @@ def keep_mask(
     top_p: Float[Array, " R"],
     min_p: Float[Array, " R"],
 ) -> Bool[Array, "R V"]:
-    """Which tokens a row may draw; the most likely one always stays, and ties with the last one kept stay too.
+    """Which tokens a row may draw; the most likely one always stays, and ties with the last one
+    kept stay too.
 
     Args:
         scaled: f32[R, V], logits after temperature.
@@ -93,14 +94,16 @@ def keep_mask(
 def _sorted_floor(
     scaled: Float[Array, "R V"], top_k: Int[Array, " R"], top_p: Float[Array, " R"]
 ) -> Float[Array, " R"]:
-    """The smallest logit that top_k and then top_p leave, per row; -inf for rows that ask for neither."""
+    """The smallest logit that top_k and then top_p leave, per row; -inf for rows that ask for
+    neither.
+    """
     vocab_size = scaled.shape[1]
     descending = -jnp.sort(-scaled, axis=1)
     count = jnp.where(top_k > 0, jnp.minimum(top_k, vocab_size), vocab_size)  # i32[R]
     rank = jnp.arange(vocab_size, dtype=jnp.int32)
     by_k = jnp.take_along_axis(descending, (count - 1)[:, None], axis=1)[:, 0]
     probs = jax.nn.softmax(jnp.where(rank[None, :] < count[:, None], descending, NEVER), axis=1)
-    # A token stays while the mass before it has not reached top_p, so the set that reaches it is the smallest.
+    # A token stays while the mass before it is below top_p: the smallest set that reaches it.
     before = jnp.cumsum(probs, axis=1) - probs
     num_kept = jnp.sum((before < top_p[:, None]).astype(jnp.int32), axis=1)
     num_kept = jnp.clip(num_kept, 1, count)

@@ -1,8 +1,9 @@
-"""The arrays of one step, as numpy: what goes to the device (`DeviceBatch`) and what comes back (`SampledTokens`).
+"""The arrays of one step, as numpy: what goes to the device (`DeviceBatch`) and what comes back
+(`SampledTokens`).
 
-`build_batch` turns a plan into arrays; the executor sends them. Every batch is made of fresh arrays that are made
-read-only here: on CPU jax may use a numpy buffer in place, so an array changed after `submit` would change the running
-step. Writing to a submitted batch raises instead.
+`build_batch` turns a plan into arrays; the executor sends them. Every batch is made of fresh arrays
+that are made read-only here: on CPU jax may use a numpy buffer in place, so an array changed after
+`submit` would change the running step. Writing to a submitted batch raises instead.
 """
 
 from dataclasses import dataclass, fields
@@ -18,10 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceBatch:
-    """One step's inputs. T, R from the bucket; S = max_num_seqs; P = pages a sequence; all padded with zeros.
+    """One step's inputs. T, R from the bucket; S = max_num_seqs; P = pages a sequence; all padded
+    with zeros.
 
-    Rows (sequences) are ordered by num_scheduled_tokens; the tokens of a row are contiguous and rows follow each
-    other, so `cu_q_lens` gives each row's range of tokens.
+    Rows (sequences) are ordered by num_scheduled_tokens; the tokens of a row are contiguous and
+    rows follow each other, so `cu_q_lens` gives each row's range of tokens.
     """
 
     bucket: Bucket
@@ -31,9 +33,9 @@ class DeviceBatch:
     positions: np.ndarray  # i32[T]
     page_table: np.ndarray  # i32[S * P]
     kv_lens: np.ndarray  # i32[S]      context length including this step's tokens
-    kv_starts: np.ndarray  # i32[S]    absolute position of the row's first page: 0 without a sliding window
+    kv_starts: np.ndarray  # i32[S]    absolute position of the row's first page, 0 normally
     cu_q_lens: np.ndarray  # i32[S + 1] padded rows repeat the last value
-    ranges: np.ndarray  # i32[3]       rows with one token, end of rows with a fixed chunk (the same), rows in all
+    ranges: np.ndarray  # i32[3]       rows with one token, the same again, rows in all
     logit_rows: np.ndarray  # i32[S]   token index of each logit row
     # what the sampler reads, per logit row
     temperature: np.ndarray  # f32[R]  0 = greedy
@@ -163,5 +165,8 @@ def _sampling_arrays(seqs: list, num_rows: int) -> dict[str, np.ndarray]:
 
 
 def _f32_temperature(temperature: float) -> float:
-    """Below 1e-30 the logits' differences overflow float32 and only the argmax is left: greedy. 1e30 is uniform."""
+    """Below 1e-30 the logits' differences overflow float32 and only the argmax is left: greedy.
+
+    1e30 is uniform.
+    """
     return 0.0 if temperature < 1e-30 else min(temperature, 1e30)

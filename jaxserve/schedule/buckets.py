@@ -1,7 +1,8 @@
 """The static shapes a step may take. One ladder picks buckets, for warm-up and for run time alike.
 
-A bucket is a pair (T, R): T tokens in the step, R rows that need logits. The forward program depends on T alone and
-the sampling program on R alone, so len(tokens) + len(rows) programs serve every pair.
+A bucket is a pair (T, R): T tokens in the step, R rows that need logits. The forward program
+depends on T alone and the sampling program on R alone, so len(tokens) + len(rows) programs serve
+every pair.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,6 @@
-"""Makes a scheduler with its KV manager from a config: used by `jaxserve.build` and by tests and simulators."""
+"""Makes a scheduler with its KV manager from a config: used by `jaxserve.build` and by tests and
+simulators.
+"""
 
 from jaxserve.config import SchedulerConfig
 from jaxserve.pages.kv_manager import KVManager

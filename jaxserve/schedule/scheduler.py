@@ -1,13 +1,14 @@
 """The scheduler: before each step it decides which tokens of which sequences are computed.
 
-Called by the engine: `add`, then `schedule` -> (the executor runs the plan) -> `update`, `finish` in a loop. Running
-sequences come first, one token or a chunk each, within the token budget; what is left of the budget admits waiting
-ones, first come first served. A prompt longer than the budget is computed in chunks, and decode tokens of the others
-ride in the same steps (Source: SARATHI, Agrawal et al. 2023, stall-free batching).
+Called by the engine: `add`, then `schedule` -> (the executor runs the plan) -> `update`, `finish`
+in a loop. Running sequences come first, one token or a chunk each, within the token budget; what is
+left of the budget admits waiting ones, first come first served. A prompt longer than the budget is
+computed in chunks, and decode tokens of the others ride in the same steps (Source: SARATHI, Agrawal
+et al. 2023, stall-free batching).
 
 Invariants (`check_invariants`):
-    running and waiting stand in arrival order; only the last running sequence can be in the middle of a chunked
-    prompt; pages: free + owned = all; waiting sequences own none.
+    running and waiting stand in arrival order; only the last running sequence can be in the middle
+    of a chunked prompt; pages: free + owned = all; waiting sequences own none.
 """
 
 from collections import deque
@@ -42,7 +43,10 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, seq: Sequence) -> None:
-        """Queues a sequence. Its arrival number is larger than any before, and it fits an empty pool."""
+        """Queues a sequence.
+
+        Its arrival number is larger than any before, and it fits an empty pool.
+        """
         self.waiting.append(seq)
 
     def schedule(self) -> StepPlan | None:
@@ -51,7 +55,9 @@ class Scheduler:
         budget = self.buckets.max_num_batched_tokens
         num_preemptions = self.num_preemptions
         budget = self._continue_running(slices, budget)
-        if self.num_preemptions == num_preemptions:  # pages that were just given up are not handed to newcomers
+        if (
+            self.num_preemptions == num_preemptions
+        ):  # pages that were just given up are not handed to newcomers
             self._admit_waiting(slices, budget)
         if not slices:
             return None
@@ -74,7 +80,9 @@ class Scheduler:
         return budget
 
     def _make_room(self, seq: Sequence, num_tokens: int) -> bool:
-        """Grows the sequence's pages, preempting the newest as needed; False if that was `seq` itself."""
+        """Grows the sequence's pages, preempting the newest as needed; False if that was `seq`
+        itself.
+        """
         while not self.kv.grow(seq.page_table, num_tokens):
             victim = newest(self.running)
             if victim is seq and len(self.running) == 1:
@@ -103,7 +111,9 @@ class Scheduler:
             match = self.kv.match(seq.token_ids)
             self.kv.adopt(seq.page_table, match)
             seq.num_computed_tokens = match.num_tokens
-            if seq.status is Status.WAITING:  # a resumed sequence reports what its first admission found
+            if (
+                seq.status is Status.WAITING
+            ):  # a resumed sequence reports what its first admission found
                 seq.num_cached_tokens = match.num_tokens
             num_tokens = min(seq.num_tokens_to_compute, budget)
             if not self.kv.grow(seq.page_table, seq.num_computed_tokens + num_tokens):
@@ -119,7 +129,8 @@ class Scheduler:
         """Takes in a step's result: progress, and the sampled tokens.
 
         Returns:
-            The sequences that got a token, in plan order; the engine decides whether each of them ends.
+            The sequences that got a token, in plan order; the engine decides whether each of them
+            ends.
         """
         advanced = []
         row = 0
@@ -149,9 +160,13 @@ class Scheduler:
         assert len(self.running) <= self.buckets.max_num_seqs
         for seq in self.running:
             assert seq.status is Status.RUNNING
-            assert seq.num_computed_tokens <= seq.page_table.num_slots, "computed tokens without a page"
+            assert seq.num_computed_tokens <= seq.page_table.num_slots, (
+                "computed tokens without a page"
+            )
             assert seq.num_tokens_to_compute >= 1
-            assert seq.num_tokens_to_compute == 1 or seq is self.running[-1], "a chunk before the last"
+            assert seq.num_tokens_to_compute == 1 or seq is self.running[-1], (
+                "a chunk before the last"
+            )
         for seq in self.waiting:
             assert seq.status in (Status.WAITING, Status.PREEMPTED)
             assert len(seq.page_table) == 0, "a waiting sequence owns pages"

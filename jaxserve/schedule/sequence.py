@@ -1,7 +1,7 @@
 """A sequence on its way through the engine: tokens, progress, pages, and when to stop.
 
-Made by the engine at the border, moved between states by the scheduler. There is no prefill or decode phase: one
-number, `num_computed_tokens`, says how far the KV pages reach.
+Made by the engine at the border, moved between states by the scheduler. There is no prefill or
+decode phase: one number, `num_computed_tokens`, says how far the KV pages reach.
 
     token_ids   | prompt ........ | output ...... |
                 | computed ...........|  to compute  |      a step computes num_scheduled_tokens of these
@@ -28,7 +28,8 @@ class Sequence:
 
     Args:
         request: what was asked; its sampling params are read at every step.
-        arrival: position in arrival order; a smaller number is older and is never made to wait for a younger one.
+        arrival: position in arrival order; a smaller number is older and is never made to wait for
+            a younger one.
         seed: 64 bits from which every draw of this sequence comes.
         max_tokens: output budget after clamping to the context and to the pool.
         stop_ids: ids that end it: the end set (unless ignore_eos) and the request's stop_token_ids.

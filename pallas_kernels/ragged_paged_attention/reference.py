@@ -39,43 +39,46 @@ def attend(
         kv = layout.write(
             kv, k_new, v_new, kv_lens, page_table, kv_starts, cu_q_lens, k_scale, v_scale
         )
-    num_rows = kv_lens.shape[0]
-    table = page_table.reshape(num_rows, -1)  # i32[S, P]
-    heads, kv_heads, head_dim = q.shape[1], kv.num_kv_heads, kv.head_dim
+    table = page_table.reshape(kv_lens.shape[0], -1)  # i32[S, P]
     places = layout.token_places(q.shape[0], kv_lens, cu_q_lens)
 
     def one_token(inputs):
         query, row, position, live = inputs
-        pages = kv.gather(table[row])  # [P, K, 2, page, D]
-        keys = pages[:, :, 0].swapaxes(1, 2).reshape(-1, kv_heads, head_dim)  # [C, K, D]
-        values = pages[:, :, 1].swapaxes(1, 2).reshape(-1, kv_heads, head_dim)
-        keys = _decode(keys, k_scale)
-        values = _decode(values, v_scale)
-
+        pages = kv.gather(table[row]).transpose(2, 0, 3, 1, 4)  # [2, P, page, K, D]
+        pages = pages.reshape(2, -1, kv.num_kv_heads, kv.head_dim)  # [2, C, K, D]
+        keys, values = _decode(pages[0], k_scale), _decode(pages[1], v_scale)
         key_position = kv_starts[row] + jnp.arange(keys.shape[0], dtype=jnp.int32)  # i32[C]
         seen = key_position <= position
         if window is not None:
             seen &= key_position > position - window
-        # Unseen slots may hold NaN, and 0 * NaN is NaN: values are masked as well as scores.
-        values = jnp.where(seen[:, None, None], values, 0.0)
-
-        grouped = query.astype(jnp.float32).reshape(kv_heads, heads // kv_heads, head_dim)
-        scores = jnp.einsum("kgd,ckd->kgc", grouped, keys, precision="highest") * sm_scale
-        if soft_cap is not None:
-            scores = soft_cap * jnp.tanh(scores / soft_cap)
-        scores = jnp.where(seen[None, None, :], scores, -jnp.inf).reshape(heads, -1)  # f32[H, C]
-        if sinks is not None:
-            scores = jnp.concatenate([scores, sinks[:, None]], axis=1)
-        lse = jax.nn.logsumexp(scores, axis=1)  # f32[H]
-        weights = jnp.exp(scores - lse[:, None])[:, : keys.shape[0]]
-        weights = weights.reshape(kv_heads, heads // kv_heads, -1)
-        out = jnp.einsum("kgc,ckd->kgd", weights, values, precision="highest")
-        out = out.reshape(heads, head_dim).astype(q.dtype)
+        out, lse = _softmax(
+            query.astype(jnp.float32) * sm_scale, keys, values, seen, soft_cap, sinks
+        )
         # A padding token sees whatever row it was given: its result is thrown away, NaN and all.
+        out = out.astype(q.dtype)
         return jnp.where(live, out, jnp.zeros_like(out)), jnp.where(live, lse, 0.0)
 
     out, lse = jax.lax.map(one_token, (q, places.row, places.position, places.live))
     return out, kv, (lse if return_lse else None)
+
+
+def _softmax(query, keys, values, seen, soft_cap, sinks):
+    """(out f32[H, D], lse f32[H]) of one scaled query f32[H, D] over keys, values f32[C, K, D]."""
+    heads, kv_heads = query.shape[0], keys.shape[1]
+    # Unseen slots may hold NaN, and 0 * NaN is NaN: values are masked as well as scores.
+    values = jnp.where(seen[:, None, None], values, 0.0)
+    grouped = query.reshape(kv_heads, heads // kv_heads, -1)
+    scores = jnp.einsum("kgd,ckd->kgc", grouped, keys, precision="highest")
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    scores = jnp.where(seen[None, None, :], scores, -jnp.inf).reshape(heads, -1)  # f32[H, C]
+    if sinks is not None:
+        scores = jnp.concatenate([scores, sinks[:, None]], axis=1)
+    lse = jax.nn.logsumexp(scores, axis=1)
+    weights = jnp.exp(scores - lse[:, None])[:, : keys.shape[0]]
+    weights = weights.reshape(kv_heads, heads // kv_heads, -1)
+    out = jnp.einsum("kgc,ckd->kgd", weights, values, precision="highest")
+    return out.reshape(heads, -1), lse
 
 
 def _decode(x, scale):

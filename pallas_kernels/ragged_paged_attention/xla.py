@@ -108,8 +108,8 @@ def attend(
 
 
 def default_blocks(num_tokens: int, page_size: int) -> tuple[int, tuple[tuple[int, int], ...]]:
-    """The tuned `blocks` for T tokens and a page size: about 1 MiB of keys at a time in decode."""
-    context = 512 if num_tokens == 1 else 1024
+    """The tuned `blocks` for T tokens and a page size; fewer rows have fewer pages to fill a step."""
+    context = 512 if num_tokens <= 4 else 1024
     pages = min(128, max(1, context // page_size))
     small, large = (32, max(1, 64 // page_size)), (128, max(1, 256 // page_size))
     return pages, (small,) if num_tokens <= 2 * small[0] else (small, large)
@@ -286,18 +286,7 @@ def _chunk_row(batch, options, num_tokens, num_pages, row, results):
             if options.window is not None:
                 seen &= key[None, :] > places - options.window
             scores = jnp.einsum("kmd,kcd->kmc", query, keys, precision="highest")
-            scores = _mask(scores, seen[None], options)
-            top = jnp.maximum(state.top, jnp.max(scores, axis=-1))
-            # A token that has seen no key yet (a window) has top NEG and weighs them all by 1;
-            # its first seen key makes `fade` 0, which takes that back.
-            weights = jnp.exp(scores - top[..., None])
-            fade = jnp.exp(state.top - top)
-            product = jnp.einsum("kmc,kcd->kmd", weights, values, precision="highest")
-            return _Softmax(
-                top,
-                state.total * fade + jnp.sum(weights, axis=-1),
-                state.acc * fade[..., None] + product,
-            )
+            return _fold(state, _mask(scores, seen[None], options), values)
 
         state = lax.fori_loop(low // block, place[-1] // block + 1, columns, _fresh(query.shape))
         state = _Softmax(
@@ -312,6 +301,21 @@ def _chunk_row(batch, options, num_tokens, num_pages, row, results):
         )
 
     return lax.fori_loop(0, (end - begin + num_tokens - 1) // num_tokens, tile, results)
+
+
+def _fold(state, scores, values):
+    """Add a block of keys, by their masked scores f32[K, M, C] and values f32[K, C, D]."""
+    top = jnp.maximum(state.top, jnp.max(scores, axis=-1))
+    # A token that has seen no key yet (a window) has top NEG and weighs them all by 1; its first
+    # seen key makes `fade` 0, which takes that back.
+    weights = jnp.exp(scores - top[..., None])
+    fade = jnp.exp(state.top - top)
+    product = jnp.einsum("kmc,kcd->kmd", weights, values, precision="highest")
+    return _Softmax(
+        top,
+        state.total * fade + jnp.sum(weights, axis=-1),
+        state.acc * fade[..., None] + product,
+    )
 
 
 def _take(pool, rows, scale, head_dim, head_axis=1):

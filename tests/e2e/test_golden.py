@@ -1,4 +1,6 @@
-"""The real model says what transformers says: ids, logprobs, text; with room to spare and with almost none."""
+"""The real model says what transformers says: ids, logprobs, text; with room to spare and with
+almost none.
+"""
 
 import functools
 import json
@@ -52,7 +54,9 @@ def assert_same(output, reference: dict, prompt: list[int], model: Path) -> None
     """The rule of tests/golden/README.md."""
     ids, logprobs = reference["output_ids"], reference["logprobs"]
     near = [i for i, gap in enumerate(reference["margins"]) if gap < NEAR_TIE]
-    same = next((i for i, (a, b) in enumerate(zip(output.token_ids, ids)) if a != b), len(ids))
+    same = next(
+        (i for i, (a, b) in enumerate(zip(output.token_ids, ids, strict=False)) if a != b), len(ids)
+    )
     if same == len(ids):
         assert output.token_ids == ids
     else:

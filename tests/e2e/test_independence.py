@@ -1,4 +1,6 @@
-"""Greedy tokens equal a plain full-context forward, whatever the chunking, page size, bucket, neighbours or preemption."""
+"""Greedy tokens equal a plain full-context forward, whatever the chunking, page size, bucket,
+neighbours or preemption.
+"""
 
 import functools
 import random
@@ -24,7 +26,9 @@ NUM_TOKENS = 8
 @functools.cache
 def prompts() -> list[list[int]]:
     rng = random.Random(3)
-    return [[rng.randrange(512) for _ in range(n)] for n in (1, 2, 3, 4, 5, 8, 13, 17, 33, 64, 65, 90)]
+    return [
+        [rng.randrange(512) for _ in range(n)] for n in (1, 2, 3, 4, 5, 8, 13, 17, 33, 64, 65, 90)
+    ]
 
 
 @functools.cache

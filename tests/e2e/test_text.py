@@ -1,4 +1,6 @@
-"""Text through the whole engine: characters in pieces, stop strings, end sets, chat; streamed and whole."""
+"""Text through the whole engine: characters in pieces, stop strings, end sets, chat; streamed and
+whole.
+"""
 
 import pytest
 from tokenizers import Tokenizer as RawTokenizer
@@ -15,7 +17,9 @@ SMALL |= {"page_size": 4}
 
 
 def byte_level_tokenizer(words: list[str]) -> tuple[RawTokenizer, dict[str, int]]:
-    """A byte-level tokenizer whose vocabulary is the 256 bytes and `words`; words are not merged by encode."""
+    """A byte-level tokenizer whose vocabulary is the 256 bytes and `words`; words are not merged
+    by encode.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {char: i for i, char in enumerate(alphabet)}
     coder = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -52,7 +56,9 @@ def script(directory, pieces: list[str], **options) -> tuple[LLM, RawTokenizer, 
     return LLM(str(directory), **SMALL), tokenizer, chain
 
 
-@pytest.mark.parametrize("pieces", [[" Ol", "á", " ", "ď", "bel", " ", "🙂", " end"], [" x ", "👩‍🚀", " end"]])
+@pytest.mark.parametrize(
+    "pieces", [[" Ol", "á", " ", "ď", "bel", " ", "🙂", " end"], [" x ", "👩‍🚀", " end"]]
+)
 def test_c01_characters_made_of_several_tokens(tmp_path, pieces):
     text = "".join(pieces)
     pieces = [p for p in pieces if p != " "]  # a token may occur once in a script
@@ -134,7 +140,7 @@ def test_c04_the_end_set_is_the_union_of_three_files(tmp_path, generation_config
         )
         llm = LLM(str(path), **SMALL)
 
-        def ids(**fields):
+        def ids(llm=llm, **fields):
             out = llm.generate([[1]], greedy(5, **fields))[0].outputs[0]
             return out.token_ids, out.finish_reason
 

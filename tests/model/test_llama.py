@@ -133,4 +133,6 @@ def test_tied_head_never_transposes_the_embedding():
         return nnx.merge(graph, {"embedding": embedding}).attend(row)
 
     assert not transposes(tied)
-    assert transposes(lambda embedding, row: row @ embedding.T), "the control no longer shows the trap"
+    assert transposes(lambda embedding, row: row @ embedding.T), (
+        "the control no longer shows the trap"
+    )

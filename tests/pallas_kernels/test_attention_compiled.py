@@ -68,6 +68,15 @@ def test_the_copy_check_finds_the_copies_of_an_undonated_pool():
     assert _pool_copies(compiled, pools[0]) == 4  # keys and values of two layers
 
 
+def test_the_copy_check_finds_a_missing_barrier(monkeypatch):
+    """Without the barrier between write and read, one row copies whole pools, donated or not."""
+    monkeypatch.setattr(xla.lax, "optimization_barrier", lambda x: x)
+    q, pools, args = _arguments([(1, 9)], 3)  # a shape of its own: attention's trace is cached
+    compiled = jax.jit(_layers, donate_argnums=1).lower(q, pools, args).compile()
+    assert _pool_copies(compiled, pools[0]) > 0
+    assert compiled.memory_analysis().temp_size_in_bytes > pools[0].data[0].nbytes
+
+
 @pytest.mark.parametrize("num_tokens", [1, 300])
 def test_f32_products_ask_for_full_precision(num_tokens):
     q, pools, args = _arguments([(num_tokens, 310)], 20)

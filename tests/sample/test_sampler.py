@@ -48,7 +48,10 @@ def kept(top_k=0, top_p=1.0, min_p=0.0, probs=PROBS) -> list[int]:
         ({"top_p": 1e-6}, [0]),
         ({"min_p": 0.3}, [0, 1, 2]),
         ({"min_p": 1.0}, [0]),
-        ({"top_k": 3, "top_p": 0.7}, [0, 1]),  # top_p of what top_k left: 0.4 / 0.85 < 0.7 <= 0.7 / 0.85
+        (
+            {"top_k": 3, "top_p": 0.7},
+            [0, 1],
+        ),  # top_p of what top_k left: 0.4 / 0.85 < 0.7 <= 0.7 / 0.85
         ({"top_k": 4, "min_p": 0.3}, [0, 1, 2]),
     ],
 )

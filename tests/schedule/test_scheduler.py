@@ -1,4 +1,6 @@
-"""The scheduler through an engine over a fake device: whatever is packed, preempted or aborted, outputs are the same."""
+"""The scheduler through an engine over a fake device: whatever is packed, preempted or aborted,
+outputs are the same.
+"""
 
 import pytest
 from hypothesis import given, settings
@@ -126,7 +128,9 @@ def test_the_oldest_is_never_preempted():
 
 
 def test_decode_tokens_ride_with_a_long_prompt():
-    """No stall: while a long prompt is computed in chunks, the running sequence gets a token in every step."""
+    """No stall: while a long prompt is computed in chunks, the running sequence gets a token in
+    every step.
+    """
     engine = make_engine(max_num_batched_tokens=8, max_model_len=256, num_pages=128)
     engine.add(request("short", [1, 2], 20))
     engine.step()

@@ -1,0 +1,81 @@
+"""Every command and every Python block of the README runs, with the tiny model in place of the real one."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.llms import TINY
+
+pytestmark = pytest.mark.timeout(240)
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+SCRIPTS = {"scripts/quickstart", "scripts/test"}  # run by .ci/run
+FAST = [
+    "--max_model_len=128",
+    "--max_num_batched_tokens=16",
+    "--max_num_seqs=2",
+    "--kv_cache_gib=0.01",
+]
+
+
+def blocks(language: str) -> list[str]:
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    return [text for name, text in found if name == language]
+
+
+def commands() -> list[str]:
+    return [line for block in blocks("") for line in block.splitlines()]
+
+
+def test_scripts_of_the_readme_are_what_ci_runs(repository):
+    ci = (repository / ".ci" / "run").read_text()
+    named = SCRIPTS & set(commands())
+    assert named == SCRIPTS
+    assert all(script in ci for script in named)
+
+
+@pytest.mark.parametrize("command", [c for c in commands() if c not in SCRIPTS])
+def test_command(command, repository, tmp_path):
+    program, *arguments = shlex.split(command)
+    assert program == ".venv/bin/jaxserve"
+    arguments = [
+        a.replace("smollm2-135m-instruct", str(TINY)).replace("scripts/", f"{repository}/scripts/")
+        for a in arguments
+    ]
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "hi", "max_tokens": 3}\n')
+    workload = '{"id": "a", "prompt_token_ids": [1, 2, 3], "max_tokens": 4, "ignore_eos": true}\n'
+    (tmp_path / "workload.jsonl").write_text(workload)
+    arguments = [re.sub(r"--workload=.*", "--workload=workload.jsonl", a) for a in arguments]
+    split = 2 if arguments[0] == "bench" else 1
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxserve", *arguments[:split], *FAST, *arguments[split:]],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PYTHONPATH": str(repository), "HOME": str(tmp_path), "PATH": "/usr/bin:/bin"},
+    )
+    assert done.returncode == 0, done.stderr
+    written = tmp_path / "answers.jsonl"
+    assert (written.read_text() if written.exists() else done.stdout).strip()
+
+
+def test_python_blocks(repository, monkeypatch, capsys):
+    from jaxserve import EngineConfig
+    from jaxserve.build import load_model
+
+    monkeypatch.chdir(repository)
+    loaded = load_model(str(TINY), EngineConfig())
+    names = {"model_config": loaded.config, "params": loaded.params}
+    for block in blocks("python"):
+        code = block.replace("checkpoints/smollm2-135m-instruct", str(TINY))
+        code = code.replace("EngineConfig()", "SMALL").replace("[504, 3575, 282]", "[5, 6, 7]")
+        code = re.sub(r'LLM\("(.*?)"\)', r'LLM("\1", max_num_batched_tokens=8, num_pages=40)', code)
+        options = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "max_model_len": 64}
+        names["SMALL"] = EngineConfig.from_options({**options, "num_pages": 8})
+        exec(compile(code, "README.md", "exec"), names)
+    assert capsys.readouterr().out.strip()
