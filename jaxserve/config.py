@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, shown
 
 DTYPES = ("auto", "float32", "bfloat16")
 SCHEDULING = ("continuous", "static")
@@ -19,7 +19,7 @@ MIN_PAGE_SIZE = 4
 
 def _check_int(name: str, value: object, low: int, high: int = 2**31 - 1) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise ConfigError(f"{name} must be an integer in [{low}, {high}], got {value!r}")
+        raise ConfigError(f"{name} must be an integer in [{low}, {high}], got {shown(value)}")
 
 
 def _check_optional_int(name: str, value: object, low: int) -> None:
@@ -29,14 +29,14 @@ def _check_optional_int(name: str, value: object, low: int) -> None:
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {shown(value)}")
 
 
 def _check_positive(name: str, value: object, high: float = math.inf) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     # Compared, not converted: an integer may be beyond every float, and NaN fails each comparison.
     if not is_number or not 0 < value < math.inf or not value <= high:  # type: ignore[operator]
-        raise ConfigError(f"{name} must be a number in (0, {high}], got {value!r}")
+        raise ConfigError(f"{name} must be a number in (0, {high}], got {shown(value)}")
 
 
 @dataclass(frozen=True, kw_only=True)

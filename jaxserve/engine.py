@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from numbers import Integral
 
-from jaxserve.errors import InvalidRequestError
+from jaxserve.errors import InvalidRequestError, shown
 from jaxserve.executor import Executor
 from jaxserve.request import CompletionOutput, Request, RequestOutput
 from jaxserve.schedule.batch import build_batch
@@ -145,7 +145,7 @@ class Engine:
         for i in ids:
             if isinstance(i, bool) or not isinstance(i, Integral) or not 0 <= i < self.vocab_size:
                 raise InvalidRequestError(
-                    f"prompt token ids must be integers in [0, {self.vocab_size}), got {i!r}",
+                    f"prompt token ids must be integers in [0, {self.vocab_size}), got {shown(i)}",
                     param="prompt",
                 )
         asked = request.sampling_params.max_tokens

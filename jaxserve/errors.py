@@ -4,6 +4,18 @@ Raised by every layer, caught by the faces (`llm`, `cli`, `server`), which turn 
 code or an error object.
 """
 
+MAX_SHOWN_LENGTH = 100  # characters of a value in a message
+
+
+def shown(value: object) -> str:
+    """A value for an error message: its repr, cut where it would drown the message."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return (
+            f"an integer of {value.bit_length()} bits"  # Python itself refuses to print the longest
+        )
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN_LENGTH else f"{text[:MAX_SHOWN_LENGTH]}..."
+
 
 class JaxserveError(Exception):
     """Base of every error this project raises on purpose."""

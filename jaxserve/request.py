@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from jaxserve.errors import InvalidRequestError
+from jaxserve.errors import InvalidRequestError, shown
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024  # characters
@@ -17,7 +17,7 @@ LARGEST_FLOAT = sys.float_info.max
 
 def _require(ok: bool, name: str, value: object, limit: str) -> None:
     if not ok:
-        raise InvalidRequestError(f"{name} must be {limit}, got {value!r}", param=name)
+        raise InvalidRequestError(f"{name} must be {limit}, got {shown(value)}", param=name)
 
 
 def _is_int(value: object) -> bool:

@@ -2,7 +2,8 @@
 
 Started by scripts/bench_transformers with the project's Python and the flags of `jaxserve bench
 offline`; it is the same code underneath. Protocol, shared by all arms, one JSON object a line on
-stdout: {"versions"} when ready, then {"wall_s", "cpu_s", "token_ids", "notes"} per line read; ends with stdin.
+stdout: {"versions"} when ready, then {"wall_s", "cpu_s", "token_ids", "notes"} per line read, until stdin
+ends.
 Invariant: between two lines it waits and computes nothing.
 """
 
