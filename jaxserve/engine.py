@@ -131,7 +131,7 @@ class Engine:
 
     def _check(self, request: Request, watcher: TokenWatcher | None) -> int:
         """Raises if the request cannot be served; returns its output budget."""
-        if request.id in self._groups:
+        if self.has_request(request.id):
             raise InvalidRequestError(f"id {request.id!r} is already in flight", param="id")
         if request.sampling_params.stop and watcher is None:
             raise InvalidRequestError(
@@ -180,6 +180,10 @@ class Engine:
         """
         group = self._groups.get(request_id)
         return None if group is None else self._finish(group, "abort", None, [], flush=True)
+
+    def has_request(self, request_id: str) -> bool:
+        """Whether a request is in flight, or its output has not been handed out yet."""
+        return request_id in self._groups or any(o.request_id == request_id for o in self._empty)
 
     def has_work(self) -> bool:
         """Whether `step` has something to do or to hand out."""

@@ -8,6 +8,7 @@ It owns a tokenizer and an `Engine`; `add` and `step` are the same loop in the o
 (the CLI) that feed and drain at their own pace.
 """
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 from jaxserve.build import StartupTimes, build_engine, load_model
@@ -43,6 +44,10 @@ class LLM:
         self.engine, self.startup = build_engine(config, loaded)
         self._tokenizer = loaded.tokenizer
         self._num_added = 0
+        # Several callers may drive the one engine in turn (a generate inside a stream's loop): what a
+        # step releases goes to the inbox of the caller that waits for it, else to whoever calls `step`.
+        self._inboxes: dict[str, deque[RequestOutput]] = {}
+        self._unclaimed: list[RequestOutput] = []
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -88,8 +93,25 @@ class LLM:
         )
 
     def step(self) -> list[RequestOutput]:
-        """Runs one step; returns what each request released in it (new text and ids only)."""
-        return self.engine.step()
+        """Runs one step; returns what each request queued by `add` released in it, new text and ids."""
+        self._advance()
+        outputs, self._unclaimed = self._unclaimed, []
+        return outputs
+
+    def _advance(self) -> None:
+        for output in self.engine.step():
+            self._inboxes.get(output.request_id, self._unclaimed).append(output)
+
+    def _outputs(self, request_id: str) -> Iterator[RequestOutput]:
+        """What a request with an inbox releases, stepping the engine while there is nothing to give.
+
+        Ends with the request, also when somebody aborts it.
+        """
+        inbox = self._inboxes[request_id]
+        while inbox or self.engine.has_request(request_id):
+            while not inbox:
+                self._advance()
+            yield inbox.popleft()
 
     def generate(
         self,
@@ -128,21 +150,22 @@ class LLM:
 
         Leaving the loop early aborts it.
         """
-        request_id = self._next_id()
-        self.add(request_id, self.encode(prompt), sampling_params or SamplingParams())
-        finished = False
+        request_id = self._add_with_inbox(self.encode(prompt), sampling_params or SamplingParams())
         try:
-            while not finished:
-                for output in self.step():
-                    if output.request_id == request_id:
-                        yield output
-                        finished = output.finished
+            yield from self._outputs(request_id)
         finally:
-            if not finished:
-                self.engine.abort(request_id)
+            self._forget(request_id)
 
-    def _next_id(self) -> str:
-        return f"llm-{self._num_added}"
+    def _add_with_inbox(self, prompt_token_ids: list[int], params: SamplingParams) -> str:
+        request_id = f"llm-{self._num_added}"
+        self.add(request_id, prompt_token_ids, params)
+        self._inboxes[request_id] = deque()
+        return request_id
+
+    def _forget(self, request_id: str) -> None:
+        """Ends a request that nobody waits for any more, if it still runs."""
+        self.engine.abort(request_id)
+        self._inboxes.pop(request_id, None)
 
     def _run(
         self,
@@ -153,20 +176,11 @@ class LLM:
         request_ids: list[str] = []
         try:
             for token_ids, one in zip(prompts, params, strict=True):
-                request_ids.append(self._next_id())
-                self.add(request_ids[-1], token_ids, one)
-            parts: dict[str, list[RequestOutput]] = {i: [] for i in request_ids}
-            while self.engine.has_work():
-                for output in self.step():
-                    if output.request_id in parts:
-                        parts[output.request_id].append(output)
-        except (
-            BaseException
-        ):  # a bad prompt or Ctrl-C: the others must not stay behind in the engine
+                request_ids.append(self._add_with_inbox(token_ids, one))
+            return [merge_outputs(list(self._outputs(i))) for i in request_ids]
+        finally:  # a bad prompt or Ctrl-C: the others must not stay behind in the engine
             for request_id in request_ids:
-                self.engine.abort(request_id)
-            raise
-        return [merge_outputs(parts[i]) for i in request_ids]
+                self._forget(request_id)
 
 
 def merge_outputs(parts: Sequence[RequestOutput]) -> RequestOutput:

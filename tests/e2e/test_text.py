@@ -195,3 +195,29 @@ def test_leaving_a_stream_early_aborts_it():
         break
     assert not llm.engine.has_work()
     llm.engine.check_invariants()
+
+
+def test_callers_that_take_turns_do_not_lose_each_other_s_outputs():
+    llm = shared_llm()
+    alone = {n: llm.generate([[n]], greedy(9, logprobs=False))[0].outputs[0] for n in (1, 2, 3, 4)}
+    llm.add("added", [4], greedy(9, logprobs=False))
+    parts = []
+    for i, part in enumerate(llm.stream([1], greedy(9, logprobs=False))):
+        parts.append(part)
+        if i == 2:  # a whole batch, run inside the loop of a stream
+            inner = llm.generate([[2], [3]], greedy(9, logprobs=False))
+            assert [o.outputs[0] for o in inner] == [alone[2], alone[3]]
+    assert merge_outputs(parts).outputs[0] == alone[1]
+    added = llm.step()
+    assert not llm.engine.has_work()
+    assert merge_outputs(added).outputs[0] == alone[4]
+
+
+def test_a_stream_ends_when_its_request_is_aborted():
+    llm = shared_llm()
+    stream = llm.stream([1], greedy(50))
+    next(stream)
+    (running,) = [seq.request.id for seq in llm.engine.scheduler.running]
+    llm.engine.abort(running)
+    assert list(stream) == []
+    assert not llm.engine.has_work()
