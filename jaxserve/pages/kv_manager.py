@@ -61,10 +61,6 @@ class KVManager:
         """Puts a match's pages, already shared, at the start of an empty table."""
         table.append(list(match.page_ids))
 
-    def can_hold(self, table: PageTable, num_tokens: int) -> bool:
-        """Whether `grow` would succeed now."""
-        return table.num_missing(num_tokens) <= self.pool.num_free
-
     def grow(self, table: PageTable, num_tokens: int) -> bool:
         """Adds pages until `num_tokens` tokens fit; False, with nothing changed, when too few are
         free.
