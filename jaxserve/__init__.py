@@ -7,31 +7,40 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jaxserve.build import build_engine, load_model
-    from jaxserve.config import EngineConfig
+    from jaxserve.build import LoadedModel, build_engine, load_model
+    from jaxserve.config import CacheConfig, EngineConfig, SchedulerConfig
     from jaxserve.engine import Engine
     from jaxserve.llm import LLM
+    from jaxserve.model_config import ModelConfig
     from jaxserve.request import Request, RequestOutput, SamplingParams
 
 __version__ = "0.1.0"
 
 _HOME_OF = {
-    "LLM": "jaxserve.llm",
+    "CacheConfig": "jaxserve.config",
     "Engine": "jaxserve.engine",
     "EngineConfig": "jaxserve.config",
+    "LLM": "jaxserve.llm",
+    "LoadedModel": "jaxserve.build",
+    "ModelConfig": "jaxserve.model_config",
     "Request": "jaxserve.request",
     "RequestOutput": "jaxserve.request",
     "SamplingParams": "jaxserve.request",
+    "SchedulerConfig": "jaxserve.config",
     "build_engine": "jaxserve.build",
     "load_model": "jaxserve.build",
 }
 __all__ = [
     "LLM",
+    "CacheConfig",
     "Engine",
     "EngineConfig",
+    "LoadedModel",
+    "ModelConfig",
     "Request",
     "RequestOutput",
     "SamplingParams",
+    "SchedulerConfig",
     "__version__",
     "build_engine",
     "load_model",

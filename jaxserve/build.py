@@ -136,6 +136,13 @@ def build_engine(config: EngineConfig, loaded: LoadedModel) -> tuple[Engine, Sta
     pool = _size_pool(config, max_model_len, shapes)
     shapes = dataclasses.replace(shapes, num_pages=pool.num_pages)
     executor = DeviceExecutor(shapes, params, backend=backend)
+    _LOG.info(
+        "compiling %d programs%s",
+        len(shapes.programs()),
+        ""
+        if jax.config.jax_compilation_cache_dir
+        else " (no compilation_cache_dir: at every start)",
+    )
     executor.warm_up()
     engine = Engine(
         executor=executor,
@@ -151,15 +158,14 @@ def build_engine(config: EngineConfig, loaded: LoadedModel) -> tuple[Engine, Sta
         seed=config.seed,
     )
     _LOG.info(
-        "%s, dtype %s, max_model_len %d, %d KV pages of %d tokens (%.2f GiB, by %s), %d programs",
+        "%s, dtype %s, max_model_len %d, %d KV pages of %d tokens (%.2f GiB, by %s)",
         dispatch.explain_backend(config.attention_backend, jax.default_backend()),
         dtype.name,
         max_model_len,
-        pool.num_pages,
+        pool.num_pages - 1,  # what requests can have: all but the null page
         page_size,
         pool.num_bytes / 2**30,
         pool.reason,
-        executor.description["num_programs"],
     )
     times = StartupTimes(load_s=load_s, compile_s=executor.compile_s, warm_s=executor.warm_s)
     return engine, times

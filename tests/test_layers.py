@@ -25,15 +25,13 @@ def read_modules() -> dict[str, str]:
 
 
 def read_scripts() -> dict[str, str]:
-    texts = {
-        path.name: path.read_text(encoding="utf-8")
-        for path in (REPOSITORY / "scripts").iterdir()
-        if path.is_file()
-    }
+    folder = REPOSITORY / "scripts"
+    paths = [p for p in folder.rglob("*") if p.is_file() and p.suffix in ("", ".py")]
+    texts = {p.relative_to(folder): p.read_text(encoding="utf-8") for p in paths}
     return {
-        f"scripts.{name.removesuffix('.py')}": text
-        for name, text in texts.items()
-        if name.endswith(".py") or "python" in text.partition("\n")[0]
+        ".".join(("scripts", *path.with_suffix("").parts)): text
+        for path, text in texts.items()
+        if path.suffix == ".py" or "python" in text.partition("\n")[0]
     }
 
 
@@ -45,7 +43,7 @@ def test_the_walk_sees_the_code():
     assert {"jaxserve", "jaxserve.engine", "jaxserve.text.watcher", "pallas_kernels"} <= set(
         MODULES
     )
-    assert any(name.startswith("scripts.") for name in SOURCES)
+    assert {"scripts.bench_attention", "scripts.peers.transformers_static"} <= set(SOURCES)
 
 
 @pytest.mark.parametrize("module", sorted(SOURCES))

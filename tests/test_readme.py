@@ -65,17 +65,23 @@ def test_command(command, repository, tmp_path):
 
 
 def test_python_blocks(repository, monkeypatch, capsys):
-    from jaxserve import EngineConfig
-    from jaxserve.build import load_model
-
+    """One after the other in one namespace, as in a notebook."""
     monkeypatch.chdir(repository)
-    loaded = load_model(str(TINY), EngineConfig())
-    names = {"model_config": loaded.config, "params": loaded.params}
+    small = "max_num_batched_tokens=8, max_num_seqs=2, max_model_len=256, num_pages=40"
+    names: dict[str, object] = {}
     for block in blocks("python"):
         code = block.replace("checkpoints/smollm2-135m-instruct", str(TINY))
-        code = code.replace("EngineConfig()", "SMALL").replace("[504, 3575, 282]", "[5, 6, 7]")
-        code = re.sub(r'LLM\("(.*?)"\)', r'LLM("\1", max_num_batched_tokens=8, num_pages=40)', code)
-        options = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "max_model_len": 64}
-        names["SMALL"] = EngineConfig.from_options({**options, "num_pages": 8})
+        code = re.sub(r'LLM\("(.*?)"\)', rf'LLM("\1", {small})', code)
+        code = code.replace('{"max_num_seqs": 8}', f"dict({small})")
+        code = code.replace("[504, 3575, 282]", "[5, 6, 7]")
         exec(compile(code, "README.md", "exec"), names)
-    assert capsys.readouterr().out.strip()
+        assert capsys.readouterr().out.strip()
+
+
+def test_every_public_name_is_there():
+    import jaxserve
+
+    for name in jaxserve.__all__:
+        assert getattr(jaxserve, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        _ = jaxserve.Nothing

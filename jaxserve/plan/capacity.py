@@ -67,17 +67,26 @@ def size_pool(
         reason = f"kv_cache_gib={cache.kv_cache_gib:g}"
     else:
         most = 1 + max_num_seqs * -(-max_model_len // page_size)
-        limit = min(free_bytes, CPU_POOL_LIMIT_BYTES) if on_cpu else free_bytes
-        fits = limit // bytes_per_page
-        num_pages = min(most, fits)
-        reason = "max_num_seqs x max_model_len" if most <= fits else "memory_utilization"
+        limits = {"max_num_seqs x max_model_len": most}
+        limits["memory_utilization"] = free_bytes // bytes_per_page
+        if on_cpu:
+            limits["the default on CPU; kv_cache_gib gives more"] = (
+                CPU_POOL_LIMIT_BYTES // bytes_per_page
+            )
+        reason, num_pages = min(limits.items(), key=lambda limit: limit[1])
     num_bytes = num_pages * bytes_per_page
     if num_pages < 2:
         raise ConfigError(
-            f"the KV pool needs at least 2 pages ({2 * bytes_per_page} bytes), {reason} allows {num_pages}"
+            f"the KV pool needs at least 2 pages ({_gib(2 * bytes_per_page)}), "
+            f"{reason} allows {num_pages}"
         )
     if num_bytes > free_bytes:
         raise ConfigError(
-            f"{reason}: {num_pages} KV pages take {num_bytes} bytes, but {max(free_bytes, 0)} are free"
+            f"{reason}: {num_pages} KV pages take {_gib(num_bytes)}, "
+            f"but {_gib(max(free_bytes, 0))} are free"
         )
     return PoolSize(num_pages=num_pages, num_bytes=num_bytes, reason=reason)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.3g} GiB"

@@ -1,0 +1,74 @@
+"""What the packages import is what pyproject.toml installs without extras; nothing heavy comes along."""
+
+import ast
+import importlib.metadata
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.test_layers import MODULES
+
+PROJECT = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+OWN = {"jaxserve", "pallas_kernels"}
+
+
+def declared() -> set[str]:
+    """Names of the distributions that `pip install jaxserve` brings, in normal form."""
+    names = [re.match(r"[\w.-]+", line) for line in PROJECT["dependencies"]]
+    return {re.sub(r"[-_.]+", "-", name[0]).lower() for name in names if name}
+
+
+def undeclared(source: str) -> list[str]:
+    """Third-party modules that a source imports and that no declared distribution holds."""
+    imported: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            imported.add(node.module.partition(".")[0])
+    holders = importlib.metadata.packages_distributions()
+    third_party = imported - OWN - set(sys.stdlib_module_names)
+    return [
+        name
+        for name in sorted(third_party)
+        if not {re.sub(r"[-_.]+", "-", d).lower() for d in holders.get(name, [])} & declared()
+    ]
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_every_import_is_declared(module):
+    assert undeclared(MODULES[module]) == []
+
+
+def test_an_undeclared_import_is_found():
+    assert undeclared("import pytest, numpy, os\nfrom hypothesis import given\n") == [
+        "hypothesis",
+        "pytest",
+    ]
+
+
+def test_every_dependency_is_imported_somewhere_and_explained():
+    everything = "\n".join(MODULES.values())
+    architecture = (Path(__file__).parent.parent / "ARCHITECTURE.md").read_text()
+    for name in declared():
+        module = {"absl-py": "absl"}.get(name, name).replace("-", "_")
+        assert re.search(rf"^\s*(import|from) {module}\b", everything, re.MULTILINE), name
+        assert re.search(rf"\| .*\b{re.escape(name)}\b.* \|", architecture.replace("_", "-")), name
+
+
+@pytest.mark.parametrize("name", ["SamplingParams", "EngineConfig", "Request", "Engine"])
+def test_import_is_light(name):
+    """`import jaxserve` and its pure names bring no jax; the control: LLM does."""
+    code = f"import sys, jaxserve; jaxserve.{name}; print('jax' in sys.modules)"
+    for text, expected in (
+        (code, "False"),
+        (code.replace(f"jaxserve.{name}", "jaxserve.LLM"), "True"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", text], capture_output=True, text=True, check=True
+        )
+        assert done.stdout.strip() == expected
