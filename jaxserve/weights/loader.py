@@ -22,10 +22,18 @@ from jaxserve.weights import name_maps
 from jaxserve.weights.checkpoint import Checkpoint
 from jaxserve.weights.gguf import open_gguf
 from jaxserve.weights.hf_directory import is_hf_directory, open_hf_directory, refuse_pickle
-from jaxserve.weights.manifest import checkpoint_folders, manifest_names
+from jaxserve.weights.manifest import (
+    checkpoint_folders,
+    closest_name,
+    fetched_names,
+    is_hub_id,
+    is_name,
+    manifest_names,
+)
 from jaxserve.weights.name_maps import ParamSpec
 
 _LOG = logging.getLogger(__name__)
+_MAX_LISTED_NAMES = 20  # in an error message
 _COMPARE_ROWS = (
     4096  # rows of the embedding compared at a time, so that a big head is never held twice
 )
@@ -58,11 +66,12 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 def resolve_model(name_or_path: str | Path) -> Path:
     """Turns what a user typed into a path: a directory, a .gguf file, or a NAME that was fetched.
 
-    A NAME is looked up in ./checkpoints, then in the user's cache. A path that holds a checkpoint
-    wins over a NAME.
+    A NAME (or org/name) is looked up in `manifest.checkpoint_folders()`: ./checkpoints, the source
+    checkout, the user's cache. A path that holds a checkpoint wins over a NAME.
 
     Raises:
-        CheckpointError: nothing found; lists what was tried, and how to fetch a NAME that has a manifest.
+        CheckpointError: nothing found; says where it was looked for, which names are known, which
+            one may have been meant, and how to fetch it.
     """
     text = str(name_or_path)
     path = Path(name_or_path).expanduser()
@@ -70,19 +79,54 @@ def resolve_model(name_or_path: str | Path) -> Path:
         raise CheckpointError("model must be a directory, a .gguf file or a name, got ''")
     if path.is_file() or is_hf_directory(path):
         return path
-    tried = [path]
-    if not path.is_absolute() and ".." not in path.parts:
+    # "checkpoints/x" is a path like any other, not the model x of an organisation called checkpoints.
+    in_checkpoints = path.parts[0] == checkpoint_folders()[0].name if path.parts else False
+    if is_name(text) or (is_hub_id(text) and not in_checkpoints):
         for folder in checkpoint_folders():
-            candidate = folder / text
-            if is_hf_directory(candidate):
-                return candidate
-            tried.append(candidate)
+            if is_hf_directory(folder / text):
+                return folder / text
     if path.exists():
         return path  # a directory that is no checkpoint: open_checkpoint says what it lacks
-    message = f"model {text!r} not found; tried {', '.join(str(p) for p in tried)}"
-    if text in manifest_names():
+    is_path = in_checkpoints or "/" in text and path.parent.is_dir() or path.suffix == ".gguf"
+    if is_path or not (is_name(text) or is_hub_id(text)):
+        raise CheckpointError(_no_such_path(text, path))
+    raise CheckpointError(_no_such_name(text))
+
+
+def _no_such_path(text: str, path: Path) -> str:
+    """What to say of a path that is not there: what was meant among its neighbours, or how to fetch it."""
+    message = f"model {text!r} not found: no such file or directory"
+    folder = path.parent
+    siblings = [child for child in folder.glob("*") if is_hf_directory(child)]
+    close = closest_name(str(path), map(str, siblings))
+    is_looked_in = any(folder.absolute() == one.absolute() for one in checkpoint_folders())
+    if is_looked_in and path.name in manifest_names():
+        message += f"; run: jaxserve fetch {path.name}"
+    elif close:
+        message += f"; did you mean {close!r}?"
+    return f"{message}; {_known_names()}"
+
+
+def _no_such_name(text: str) -> str:
+    """As `_no_such_path`, for a NAME or org/name."""
+    folders = ", ".join(str(folder) for folder in checkpoint_folders())
+    message = f"model {text!r} not found: no such path, and no checkpoint of that name in {folders}"
+    manifests, fetched = manifest_names(), fetched_names()
+    close = closest_name(text, {*manifests, *fetched})
+    if text in manifests:
         message += f"; run: jaxserve fetch {text}"
-    raise CheckpointError(message)
+    elif close:
+        how = "" if close in fetched else f" (run: jaxserve fetch {close})"
+        message += f"; did you mean {close!r}?{how}"
+    if is_hub_id(text):
+        message += f"; from the Hugging Face hub: jaxserve fetch {text}"
+    return f"{message}; {_known_names()}"
+
+
+def _known_names() -> str:
+    names = sorted({*manifest_names(), *fetched_names()})
+    more = ", ..." if len(names) > _MAX_LISTED_NAMES else ""
+    return f"known names: {', '.join(names[:_MAX_LISTED_NAMES]) or 'none'}{more}"
 
 
 def load_params(

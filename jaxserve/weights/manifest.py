@@ -8,12 +8,15 @@ Read by `loader.resolve_model` and `fetch`. A manifest is checkpoints/NAME.toml:
 """
 
 import dataclasses
+import difflib
 import re
 import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from jaxserve.errors import CheckpointError
+from jaxserve.weights.hf_directory import is_hf_directory
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -75,16 +78,35 @@ def user_cache_folder() -> Path:
     return Path.home() / ".cache" / "jaxserve" / "checkpoints"
 
 
-def checkpoint_folders() -> tuple[Path, Path]:
-    """Where a NAME is looked up, in order: ./checkpoints, then the user's cache."""
-    return Path("checkpoints"), user_cache_folder()
+def checkout_folder() -> Path | None:
+    """The checkpoints folder of the source checkout that this package runs from; None where it is
+    an installed one."""
+    root = Path(__file__).resolve().parents[2]
+    folder = root / "checkpoints"
+    return folder if (root / "pyproject.toml").is_file() and _has_manifests(folder) else None
 
 
-def default_destination() -> Path:
-    """Where a fetch goes: ./checkpoints where that holds manifests (a source checkout), else the
+def _has_manifests(folder: Path) -> bool:
+    return any(folder.glob("*.toml"))
+
+
+def checkpoint_folders() -> list[Path]:
+    """Where a NAME is looked up, in order: ./checkpoints, the checkout that the package runs from
+    (where it is one, and another folder), the user's cache."""
+    here, checkout = Path("checkpoints"), checkout_folder()
+    is_here = checkout is None or (here.is_dir() and here.samefile(checkout))
+    return [here, *([] if checkout is None or is_here else [checkout]), user_cache_folder()]
+
+
+def default_destination(name: str) -> Path:
+    """The folder that a fetch of `name` goes to: ./checkpoints where that holds manifests (a source
+    checkout), else the folder that a NAME is looked up in and that holds it already, else the
     user's cache."""
-    here, cache = checkpoint_folders()
-    return here if any(here.glob("*.toml")) else cache
+    here = Path("checkpoints")
+    if _has_manifests(here):
+        return here
+    holders = (folder for folder in checkpoint_folders() if is_hf_directory(folder / name))
+    return next(holders, user_cache_folder())
 
 
 def manifest_folder() -> Path:
@@ -97,6 +119,22 @@ def manifest_folder() -> Path:
 def manifest_names(folder: Path | None = None) -> list[str]:
     """The names that have a manifest, sorted; None = this project's manifests."""
     return sorted(path.stem for path in (folder or manifest_folder()).glob("*.toml"))
+
+
+def fetched_names() -> list[str]:
+    """The names that can be used now, sorted: every NAME or org/name in the folders that are looked in."""
+    found = set()
+    for folder in checkpoint_folders():
+        for pattern in ("*/config.json", "*/*/config.json"):
+            found |= {path.parent.relative_to(folder).as_posix() for path in folder.glob(pattern)}
+    return sorted(name for name in found if is_name(name) or is_hub_id(name))  # no .partial folders
+
+
+def closest_name(text: str, names: Iterable[str]) -> str | None:
+    """The name that was probably meant, whatever its case; None where none is near."""
+    by_lower = {name.lower(): name for name in names}
+    close = difflib.get_close_matches(text.lower(), by_lower, n=1)
+    return by_lower[close[0]] if close else None
 
 
 def is_name(text: str) -> bool:
