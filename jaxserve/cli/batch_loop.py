@@ -23,7 +23,10 @@ logger = logging.getLogger("jaxserve.cli")
 
 @dataclass(kw_only=True)
 class RunTotals:
-    """What a run did, for its summary and exit code."""
+    """What a run did, for its summary and exit code.
+
+    A request counts its prompt with its first output, so that an interrupted one has both or neither.
+    """
 
     num_ok: int = 0
     num_failed: int = 0
@@ -146,6 +149,9 @@ class BatchLoop:
 
     def _take(self, output: RequestOutput) -> None:
         parts = self._parts[output.request_id]
+        if not parts.texts:
+            self.totals.num_prompt_tokens += output.num_prompt_tokens
+            self.totals.num_cached_tokens += output.num_cached_tokens
         piece = output.outputs[0]
         parts.add(piece)
         self.totals.num_output_tokens += len(piece.token_ids)
@@ -157,8 +163,6 @@ class BatchLoop:
 
     def _succeed(self, line: RequestLine, output: RequestOutput) -> None:
         self.totals.num_ok += 1
-        self.totals.num_prompt_tokens += output.num_prompt_tokens
-        self.totals.num_cached_tokens += output.num_cached_tokens
         if self._writer:
             self._writer.put(line.index, success_record(line, output))
         if self._printer:

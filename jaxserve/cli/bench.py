@@ -6,6 +6,7 @@ all are done. All lines must be good, a measurement with holes means nothing.
 
 import difflib
 import json
+import logging
 import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -18,14 +19,16 @@ from absl import flags
 from jaxserve import __version__
 from jaxserve.cli.arguments import UsageError, parse_arguments
 from jaxserve.cli.flags import (
+    check_engine_options,
     configure_logging,
     define_engine,
     define_general,
+    define_integer,
     engine_options,
     help_text,
     wants_help,
 )
-from jaxserve.cli.replay import Arm, build_arm, make_compile_counter
+from jaxserve.cli.replay import Arm, Counter, build_arm, make_compile_counter
 from jaxserve.cli.request_line import LineParser, RequestLine
 from jaxserve.cli.run_input import open_input
 from jaxserve.cli.run_output import OutputError, encode_record
@@ -37,10 +40,14 @@ usage: jaxserve bench offline --model=DIR|FILE.gguf|NAME --workload=FILE.jsonl [
 Submits all requests of the workload at once and prints one JSON object: output_tokens_per_s,
 total_tokens_per_s, wall_s (medians over the repetitions), ttft_s, itl_s and e2el_s (percentiles over
 all requests of all repetitions), compiles_after_warmup, padding_waste (padding tokens / all tokens
-computed), peak_rss_bytes, startup, and what was run. A workload line is a line as `jaxserve run` takes
-it. --scheduling=static,continuous measures both in turns, each with an engine of its own, and puts the
-figures under "arms".
+computed), peak_rss_bytes, startup, and what was run; numbers have 6 significant digits. A workload line
+is a line as `jaxserve run` takes it. --scheduling=static,continuous measures both in turns, each with an
+engine of its own, and puts the figures under "arms".
+exit code: 0 measured, 2 could not be measured, 130 interrupted
 """
+
+_SIGNIFICANT_DIGITS = 6
+logger = logging.getLogger("jaxserve.cli")
 
 
 def bench_flags() -> flags.FlagValues:
@@ -48,7 +55,7 @@ def bench_flags() -> flags.FlagValues:
     values = flags.FlagValues()
     group = {"flag_values": values, "module_name": "measurement"}
     flags.DEFINE_string("workload", None, "JSON lines, as `jaxserve run` takes them.", **group)
-    flags.DEFINE_integer("repetitions", 1, "How often to replay it.", lower_bound=1, **group)
+    define_integer("repetitions", 1, "How often to replay it.", lower_bound=1, **group)
     flags.DEFINE_list(
         "scheduling",
         EngineConfig().scheduler.scheduling,
@@ -103,10 +110,8 @@ def offline(argv: Sequence[str]) -> int:
     lines = read_workload(given["workload"], seed=given["seed"], logprobs=bool(given["outputs"]))
     built = [build_arm(given["model"], one) for one in arms]
     compiles = make_compile_counter()  # after the last engine was built: that compiles too
-    for _ in range(given["repetitions"]):
-        for arm in built:
-            arm.measure(lines, compiles)
-    result = _result(given, lines, built)
+    _measure(built, lines, compiles, given["repetitions"])
+    result = _rounded(_result(given, lines, built))
     if given["outputs"]:
         _write(given["outputs"], b"".join(_output_records(lines, built[0])))
     text = json.dumps(result, indent=2, allow_nan=False)
@@ -116,11 +121,39 @@ def offline(argv: Sequence[str]) -> int:
     return 0
 
 
+def _measure(
+    arms: Sequence[Arm], lines: Sequence[RequestLine], compiles: Counter, num_repetitions: int
+) -> None:
+    """Replays the workload on each arm in turn, and says so after each time."""
+    for number in range(1, num_repetitions + 1):
+        for arm in arms:
+            arm.measure(lines, compiles)
+            last = arm.repetitions[-1]
+            logger.info(
+                "repetition %d of %d, %s: %d output tokens in %.2f s (%.1f tokens/s)",
+                number,
+                num_repetitions,
+                arm.options["scheduling"],
+                last.num_output_tokens,
+                last.wall_s,
+                last.num_output_tokens / last.wall_s,
+            )
+
+
+def _rounded(value: Any) -> Any:
+    """The same JSON value, every float in it cut to as many digits as mean anything."""
+    if isinstance(value, float):
+        return float(f"{value:.{_SIGNIFICANT_DIGITS}g}")
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    return [_rounded(item) for item in value] if isinstance(value, list) else value
+
+
 def _arm_options(options: dict[str, Any]) -> list[dict[str, object]]:
     """The engine options of each arm, checked."""
     arms = [{**options, "scheduling": name} for name in options["scheduling"]]
     for one in arms:
-        EngineConfig.from_options(one)
+        check_engine_options(one)
     if not arms or len(set(options["scheduling"])) != len(arms):
         raise UsageError(f"--scheduling must name different arms, got {options['scheduling']}")
     return arms

@@ -11,22 +11,22 @@ from pathlib import Path
 from absl import flags
 
 from jaxserve.cli.arguments import UsageError, parse_arguments
-from jaxserve.cli.flags import define_general
+from jaxserve.cli.flags import define_general, help_text, wants_help
 from jaxserve.weights.fetch import fetch
 from jaxserve.weights.manifest import manifest_folder, manifest_names, read_manifest
 
 _USAGE = """\
-jaxserve fetch NAME [NAME ...]: download checkpoints
+usage: jaxserve fetch NAME [NAME ...] [flags]
 
-NAME is one of the names below, or org/name on the Hugging Face hub. A checkpoint that is already
-there is left as it is. It goes to ./checkpoints in a source checkout, else to the user's cache
-folder; --model=NAME finds it in both.
+Downloads checkpoints. NAME is one of the names below, or org/name on the Hugging Face hub. In a source
+checkout it goes to ./checkpoints; elsewhere to the user's cache folder, unless --model=NAME would find
+it already: then that place is named and nothing is downloaded.
+exit code: 0 all of them are there, 2 one could not be fetched, 130 interrupted
 """
 
 
 def _define_flags() -> flags.FlagValues:
     flag_values = flags.FlagValues()
-    define_general(flag_values)
     flags.DEFINE_string(
         "dest",
         None,
@@ -34,6 +34,7 @@ def _define_flags() -> flags.FlagValues:
         flag_values=flag_values,
         module_name="fetch",
     )
+    define_general(flag_values)
     return flag_values
 
 
@@ -57,8 +58,8 @@ def main(argv: Sequence[str]) -> int:
     """
     flag_values = _define_flags()
     names = parse_arguments(argv, flag_values)
-    if flag_values.help or flag_values.helpfull:
-        print(f"{_USAGE}\nnames:\n{_names()}{flag_values.get_help()}")
+    if wants_help(flag_values):
+        print(help_text(f"{_USAGE}\nnames:\n{_names()}", flag_values))
         return 0
     if not names:
         raise UsageError(

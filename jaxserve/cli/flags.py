@@ -8,13 +8,18 @@ once.
 import dataclasses
 import logging
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from absl import flags
 
-from jaxserve.config import DTYPES, EngineConfig
+from jaxserve.cli.arguments import UsageError
+from jaxserve.cli.flag_types import AutoIntegerParser, FloatParser, IntegerParser, IntegersParser
+from jaxserve.config import DTYPES, CacheConfig, EngineConfig
+from jaxserve.plan.capacity import CPU_POOL_LIMIT_BYTES, GIB
 from jaxserve.request import SamplingParams
+from pallas_kernels import dispatch
 
 COMPILATION_CACHE_DIR = "~/.cache/jaxserve/xla"
 SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
@@ -37,21 +42,20 @@ _ENGINE_OPTIONS = (
 )
 
 
-class AutoIntegerParser(flags.ArgumentParser):
-    """An integer, or "auto" for None: the engine chooses."""
+def define_integer(
+    name: str, default: int | None, text: str, *, lower_bound: int | None = None, **group: Any
+) -> None:
+    """As `absl.flags.DEFINE_integer`, with a message that says what is wanted."""
+    parser = IntegerParser(lower_bound=lower_bound)
+    flags.DEFINE(parser, name, default, text, serializer=flags.ArgumentSerializer(), **group)
 
-    syntactic_help = 'an integer or "auto"'
 
-    def parse(self, argument: str | int | None) -> int | None:
-        if argument in (None, "", "auto"):
-            return None
-        try:
-            return int(argument)
-        except ValueError:
-            raise ValueError(f"expected {self.syntactic_help}, got {argument!r}") from None
+def _define_float(name: str, default: float | None, text: str, **group: Any) -> None:
+    flags.DEFINE(FloatParser(), name, default, text, serializer=flags.ArgumentSerializer(), **group)
 
-    def flag_type(self) -> str:
-        return "int or auto"
+
+def _define_auto_integer(name: str, text: str, **group: Any) -> None:
+    flags.DEFINE(AutoIntegerParser(), name, None, text, **group)
 
 
 def define_general(flag_values: flags.FlagValues) -> None:
@@ -62,7 +66,7 @@ def define_general(flag_values: flags.FlagValues) -> None:
     flags.DEFINE_string(
         "flagfile", None, "Read arguments from this file, one a line; # begins a comment.", **group
     )
-    flags.DEFINE_integer(
+    define_integer(
         "verbosity",
         0,
         "-1: warnings only; 0: what was chosen at start and the summary; 1: debug, with tracebacks.",
@@ -90,34 +94,25 @@ def define_engine(flag_values: flags.FlagValues) -> None:
     _define_auto_integer(
         "max_model_len",
         "Most tokens of a sequence, prompt and output; auto = the model's limit.",
-        group,
+        **group,
     )
-    flags.DEFINE_integer(
+    define_integer(
         "max_num_seqs", default.scheduler.max_num_seqs, "Most sequences in one step.", **group
     )
-    flags.DEFINE_integer(
+    define_integer(
         "max_num_batched_tokens",
         default.scheduler.max_num_batched_tokens,
         "Token budget of one step, decode tokens and prefill chunks together.",
         **group,
     )
-    _define_auto_integer(
-        "page_size", "Tokens a page; auto = the attention backend's choice.", group
-    )
-    _define_auto_integer("num_pages", "Pages in the pool; beats --kv_cache_gib.", group)
-    flags.DEFINE_float(
-        "kv_cache_gib", None, "Size of the page pool, GiB; beats --memory_utilization.", **group
-    )
-    flags.DEFINE_float(
-        "memory_utilization",
-        default.cache.memory_utilization,
-        "Share of the accelerator's memory for weights, programs and pages.",
+    _define_page_pool(default.cache, group)
+    flags.DEFINE_string(
+        "attention_backend",
+        default.attention_backend,
+        f"{' or '.join(_shipped_backends())}; auto chooses by the platform.",
         **group,
     )
-    flags.DEFINE_string(
-        "attention_backend", default.attention_backend, "A backend's name, or auto.", **group
-    )
-    flags.DEFINE_integer(
+    define_integer(
         "seed",
         default.seed,
         "Draws of a line without a seed follow from this and the line's index.",
@@ -131,29 +126,52 @@ def define_engine(flag_values: flags.FlagValues) -> None:
     )
 
 
-def _define_auto_integer(name: str, text: str, group: dict) -> None:
-    flags.DEFINE(AutoIntegerParser(), name, None, text, **group)
+def _define_page_pool(default: CacheConfig, group: Mapping[str, Any]) -> None:
+    _define_auto_integer(
+        "page_size", "Tokens a page; auto = the attention backend's choice.", **group
+    )
+    _define_auto_integer("num_pages", "Pages in the pool; beats --kv_cache_gib.", **group)
+    _define_float(
+        "kv_cache_gib", None, "Size of the page pool, GiB; beats --memory_utilization.", **group
+    )
+    _define_float(
+        "memory_utilization",
+        default.memory_utilization,
+        "Share of the accelerator's memory for weights, programs and pages. On CPU the pool that this "
+        f"makes is at most {CPU_POOL_LIMIT_BYTES // GIB} GiB; --kv_cache_gib and --num_pages may go beyond.",
+        **group,
+    )
+
+
+def _shipped_backends() -> list[str]:
+    return [one.name for one in dispatch.BACKENDS.values() if one.module is not None]
 
 
 def define_sampling(flag_values: flags.FlagValues) -> None:
     """The fields of `SamplingParams` that make sense for many requests; --seed is an engine flag."""
     default = SamplingParams()
     group = {"flag_values": flag_values, "module_name": _SAMPLING_GROUP}
-    flags.DEFINE_integer(
+    define_integer(
         "max_tokens",
         default.max_tokens,
         "Most tokens to generate; unset = up to the context.",
         **group,
     )
-    flags.DEFINE_float("temperature", default.temperature, "0 = greedy.", **group)
-    flags.DEFINE_integer("top_k", default.top_k, "Keep the k most likely tokens; 0 = all.", **group)
-    flags.DEFINE_float(
-        "top_p", default.top_p, "Keep the likeliest tokens up to this mass.", **group
-    )
-    flags.DEFINE_float(
+    _define_float("temperature", default.temperature, "0 = greedy.", **group)
+    define_integer("top_k", default.top_k, "Keep the k most likely tokens; 0 = all.", **group)
+    _define_float("top_p", default.top_p, "Keep the likeliest tokens up to this mass.", **group)
+    _define_float(
         "min_p", default.min_p, "Drop tokens less likely than this times the best.", **group
     )
     flags.DEFINE_multi_string("stop", None, "A string that ends the text", **group)
+    flags.DEFINE_multi(
+        IntegersParser(),
+        flags.ArgumentSerializer(),
+        "stop_token_ids",
+        None,
+        "A token id, or several with commas, that end the text as well",
+        **group,
+    )
     flags.DEFINE_boolean(
         "include_stop_str_in_output", False, "Leave the stop string in the text.", **group
     )
@@ -165,12 +183,27 @@ def define_sampling(flag_values: flags.FlagValues) -> None:
 
 
 def engine_options(flag_values: flags.FlagValues) -> dict[str, object]:
-    """The engine flags as options of `LLM` and `EngineConfig.from_options`; the ranges are checked there."""
+    """The engine flags as options of `LLM`; `check_engine_options` checks them."""
     given: dict[str, Any] = flag_values.flag_values_dict()
     options: dict[str, object] = {name: given[name] for name in _ENGINE_OPTIONS}
     cache_dir = given["compilation_cache_dir"]
     options["compilation_cache_dir"] = str(Path(cache_dir).expanduser()) if cache_dir else None
     return options
+
+
+def check_engine_options(options: Mapping[str, object]) -> None:
+    """Refuses what no model and no device could be served with, before anything slow is imported.
+
+    Raises:
+        ConfigError: a value outside its range.
+        UsageError: no backend of that name, or one that does not ship.
+    """
+    backend = EngineConfig.from_options(options).attention_backend
+    if backend != "auto":
+        try:
+            dispatch.layout_of(backend)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
 
 
 def sampling_defaults(flag_values: flags.FlagValues) -> dict[str, object]:
@@ -182,6 +215,7 @@ def sampling_defaults(flag_values: flags.FlagValues) -> dict[str, object]:
     given: dict[str, Any] = flag_values.flag_values_dict()
     fields = {name: given[name] for name in SAMPLING_FIELDS if name in given and name != "seed"}
     fields["stop"] = fields["stop"] or []
+    fields["stop_token_ids"] = [i for ids in fields["stop_token_ids"] or [] for i in ids]
     SamplingParams(**fields)
     return fields
 

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from jaxserve import __version__
 from jaxserve.errors import JaxserveError
 
-# Command -> (module with `main(argv) -> exit code`, what it does).
+# Command -> (module with `main(argv) -> exit code`, how it is typed, what it does).
 COMMANDS = {
-    "run": ("jaxserve.cli.run", "generate text for prompts, or for the lines of a file"),
-    "bench": ("jaxserve.cli.bench", "measure: replay a workload"),
-    "fetch": ("jaxserve.cli.fetch", "download a checkpoint by name"),
+    "run": ("jaxserve.cli.run", "run", "generate text for prompts, or for the lines of a file"),
+    "bench": ("jaxserve.cli.bench", "bench offline", "measure: replay a workload"),
+    "fetch": ("jaxserve.cli.fetch", "fetch NAME", "download a checkpoint by name"),
 }
 EXIT_OK, EXIT_SOME_FAILED, EXIT_COULD_NOT_RUN, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -26,11 +26,12 @@ logger = logging.getLogger("jaxserve")
 
 
 def _help() -> str:
-    lines = "\n".join(f"  {name:<8}{text}" for name, (_, text) in COMMANDS.items())
+    lines = "\n".join(f"  {typed:<15}{text}" for _, typed, text in COMMANDS.values())
     return (
         "jaxserve: LLM inference in pure JAX\n\n"
         "usage: jaxserve COMMAND [flags] ...\n"
-        f"       jaxserve COMMAND --help | --version\n\ncommands:\n{lines}\n"
+        f"       jaxserve COMMAND --help | --version\n\ncommands:\n{lines}\n\n"
+        "exit code: 0 all good, 1 some of the work failed, 2 it could not be done, 130 interrupted\n"
     )
 
 

@@ -146,7 +146,9 @@ def _json_object(text: str) -> dict[str, Any]:
         value = json.loads(text)
     except json.JSONDecodeError as error:
         raise InvalidRequestError(
-            f"not valid JSON: {error.msg} at character {error.pos + 1}", code="invalid_json"
+            # Some of these texts end in "at" themselves.
+            f"not valid JSON: {error.msg.removesuffix(' at')} at character {error.pos + 1}",
+            code="invalid_json",
         ) from None
     except ValueError as error:  # an integer of thousands of digits
         raise InvalidRequestError(f"not valid JSON: {error}", code="invalid_json") from None

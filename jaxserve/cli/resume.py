@@ -18,6 +18,7 @@ from jaxserve.cli.arguments import UsageError
 from jaxserve.cli.run_output import OutputError, partial_path
 
 FORMAT = 1
+_WAY_OUT = "give --overwrite, or another --output"
 _MODEL_SUFFIXES = (".json", ".jinja", ".safetensors", ".gguf")
 _SAMPLE_BYTES = 2**14
 _NUM_SAMPLES = 64
@@ -84,44 +85,53 @@ def has_records(output: Path) -> bool:
     )
 
 
-def check_identity(output: Path, identity: Mapping[str, Any]) -> None:
+def check_identity(
+    output: Path, identity: Mapping[str, Any], *, input_name: str = "the input file has"
+) -> None:
     """Refuses to continue an output that another run made.
 
+    Args:
+        output: the output.
+        identity: of this run.
+        input_name: the input and its verb, for the message.
+
     Raises:
-        UsageError: names what differs, with both values.
+        UsageError: names what differs, with both values, and what can be done.
     """
     path = meta_path(output)
     try:
         found = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):
         raise UsageError(
-            f"cannot resume {output}: {path.name} beside it, which tells how it was made, cannot be read"
+            f"cannot resume {output}: {path.name} beside it, which tells how it was made, cannot be read;"
+            f" {_WAY_OUT}"
         ) from None
     wanted = {"format": FORMAT, **identity}
     if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise UsageError(f"cannot resume {output}: {path.name} was not written by this version")
-    differences = list(_differences(found, wanted))
-    if differences:
         raise UsageError(
-            f"cannot resume {output}: it was made with another {'; another '.join(differences)}"
+            f"cannot resume {output}: {path.name} was not written by this version; {_WAY_OUT}"
         )
+    differences = list(_differences(found, wanted, input_name))
+    if differences:
+        raise UsageError(f"cannot resume {output}: {', '.join(differences)}; {_WAY_OUT}")
 
 
-def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[str]:
+def _differences(
+    found: Mapping[str, Any], wanted: Mapping[str, Any], input_name: str
+) -> Iterator[str]:
+    """Clauses for what differs: contents that have changed, settings that were others."""
     for name, value in wanted.items():
         old = found.get(name)
         if old == value:
             continue
-        if isinstance(old, dict) and isinstance(value, dict):
-            changed = [key for key in value if old.get(key) != value[key]]
-            yield f"{name} ({', '.join(_change(key, old.get(key), value[key]) for key in changed)})"
-        else:
-            yield name
-
-
-def _change(name: str, old: object, new: object) -> str:
-    is_hash = name == "sha256"
-    return f"{name} differs" if is_hash else f"{name}: {old!r} then, {new!r} now"
+        old, value = (one if isinstance(one, dict) else {} for one in (old, value))
+        changed = [key for key in value if old.get(key) != value[key]]
+        if "sha256" in changed:
+            changed.remove("sha256")
+            yield f"{input_name if name == 'input' else f'the {name} has'} changed"
+        if changed:
+            values = (f"{key}: {old.get(key)!r} then, {value[key]!r} now" for key in changed)
+            yield f"it was made with another {name} ({', '.join(values)})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,11 +165,14 @@ def recover(output: Path) -> Recovered:
         if record is None:
             end_of_file = output.stat().st_size
             if offset + size < end_of_file:
-                raise UsageError(f"cannot resume {output}: its line {next_index + 1} is no record")
+                raise UsageError(
+                    f"cannot resume {output}: its line {next_index + 1} is no record; {_WAY_OUT}"
+                )
             break
         if record["index"] != next_index:
             raise UsageError(
-                f"cannot resume {output}: its line {next_index + 1} holds index {record['index']}"
+                f"cannot resume {output}: its line {next_index + 1} holds index {record['index']};"
+                f" {_WAY_OUT}"
             )
         next_index, end = next_index + 1, offset + size
         num_failed += "error" in record

@@ -109,8 +109,10 @@ def main(argv: Sequence[str]) -> int:
 def _run(job: RunJob, stop: StopSignals) -> int:
     source = open_prompts(job.prompts) if job.prompts else open_input(job.input or "-")
     identity, recovered = _check_output(job, source)
+    if job.resume and recovered.num_done:
+        logger.info("resuming: %s", _done_before(job, source, recovered))
     if recovered.num_done and recovered.num_done == source.num_lines:
-        _finish_without_model(job, recovered)
+        _move_the_last_records(job, recovered)
         return 1 if recovered.num_failed else 0
     parser = LineParser(
         job.sampling,
@@ -122,7 +124,7 @@ def _run(job: RunJob, stop: StopSignals) -> int:
     stop.defer()
     writer = _open_writer(job, identity, recovered)
     progress = make_progress(source.num_lines, recovered.num_done, prints_text=job.prints_text)
-    printer = TextPrinter(job.prompts, _text_stream()) if job.prints_text else None
+    printer = _open_printer(job, writer) if job.prints_text else None
     started = time.monotonic()
     loop = BatchLoop(llm, source.lines, parser, writer=writer, progress=progress, printer=printer)
     try:
@@ -130,8 +132,10 @@ def _run(job: RunJob, stop: StopSignals) -> int:
             loop.run(stop)
     finally:
         if writer:
-            writer.close(loop.complete)
-        _summarise(loop.totals, time.monotonic() - started, llm)
+            writer.close()
+        _summarise(
+            loop.totals, time.monotonic() - started, llm, _errors_in_all(loop, source, recovered)
+        )
         if not loop.complete:
             _tell_what_is_kept(job, source, writer, stop)
     if not loop.complete:
@@ -139,12 +143,27 @@ def _run(job: RunJob, stop: StopSignals) -> int:
     return 1 if loop.totals.num_failed + recovered.num_failed else 0
 
 
-def _finish_without_model(job: RunJob, recovered: resume.Recovered) -> None:
+def _move_the_last_records(job: RunJob, recovered: resume.Recovered) -> None:
     """An earlier run left nothing to do but, perhaps, to move the last records to their place."""
     writer = _open_writer(job, None, recovered)
     if writer:
-        writer.close(complete=True)
-    logger.info("all %d lines of %s were done before", recovered.num_done, job.output)
+        writer.close()
+
+
+def _done_before(job: RunJob, source: RunInput, recovered: resume.Recovered) -> str:
+    """What an earlier run did, in words, with the failures that this run's exit code counts too."""
+    done, total = recovered.num_done, source.num_lines
+    lines = f"all {done} lines" if done == total else f"{done} of {total} lines"
+    failed = f", {recovered.num_failed} of them failed" if recovered.num_failed else ""
+    return f"{lines} of {job.output} were done before{failed}"
+
+
+def _errors_in_all(loop: BatchLoop, source: RunInput, recovered: resume.Recovered) -> str:
+    """What to add to a resumed run's summary: the errors of the earlier run count in its exit code."""
+    if not recovered.num_failed:
+        return ""
+    num_failed = recovered.num_failed + loop.totals.num_failed
+    return f"; {num_failed} of {source.num_lines} lines hold errors"
 
 
 def _check_output(job: RunJob, source: RunInput) -> tuple[dict[str, Any] | None, resume.Recovered]:
@@ -168,7 +187,8 @@ def _check_output(job: RunJob, source: RunInput) -> tuple[dict[str, Any] | None,
         raise UsageError(
             f"{file} holds results already: give --resume, --overwrite or another --output"
         )
-    resume.check_identity(file, identity)
+    input_name = "the prompts have" if job.prompts else "the input file has"
+    resume.check_identity(file, identity, input_name=input_name)
     return None, resume.recover(file)
 
 
@@ -191,6 +211,11 @@ def _open_writer(
     return OrderedWriter.to_file(file, next_index=recovered.next_index, waiting=recovered.waiting)
 
 
+def _open_printer(job: RunJob, writer: OrderedWriter | None) -> TextPrinter:
+    skipped = [i for i in range(len(job.prompts)) if writer is not None and writer.has(i)]
+    return TextPrinter(job.prompts, _text_stream(), skipped)
+
+
 def _text_stream() -> TextIO:
     """stdout; a terminal without UTF-8 shows ? instead of failing."""
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -198,11 +223,13 @@ def _text_stream() -> TextIO:
     return sys.stdout
 
 
-def _summarise(totals: RunTotals, wall_s: float, llm: text_engine.TextEngine) -> None:
+def _summarise(
+    totals: RunTotals, wall_s: float, llm: text_engine.TextEngine, errors_in_all: str
+) -> None:
     stats = llm.engine.stats()
     logger.info(
         "%d done, %d failed: %d prompt tokens (%d cached), %d output tokens in %.1f s (%.1f tokens/s), "
-        "%d preemptions",
+        "%d preemptions%s",
         totals.num_ok,
         totals.num_failed,
         totals.num_prompt_tokens,
@@ -211,6 +238,7 @@ def _summarise(totals: RunTotals, wall_s: float, llm: text_engine.TextEngine) ->
         wall_s,
         totals.num_output_tokens / max(wall_s, 1e-9),
         stats.num_preemptions,
+        errors_in_all,
     )
 
 
@@ -224,8 +252,11 @@ def _tell_what_is_kept(
         logger.warning("%s", cause)
         return
     of_all = "" if source.num_lines is None else f" of {source.num_lines}"
-    waiting = f" ({writer.num_waiting} in {partial_path(file).name})" if writer.num_waiting else ""
+    waiting = ""
+    if writer.num_waiting:
+        verb = "waits" if writer.num_waiting == 1 else "wait"
+        waiting = f", {writer.num_waiting} more {verb} in {partial_path(file)}"
     how = "" if source.sha256 is None else "; the same command with --resume goes on"
     logger.warning(
-        "%s: %d%s lines are in %s%s%s", cause, writer.num_done, of_all, file, waiting, how
+        "%s: %d%s lines are in %s%s%s", cause, writer.next_index, of_all, file, waiting, how
     )

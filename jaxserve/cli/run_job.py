@@ -9,9 +9,8 @@ from absl import flags
 
 from jaxserve.cli import resume
 from jaxserve.cli.arguments import UsageError
-from jaxserve.cli.flags import engine_options, sampling_defaults
+from jaxserve.cli.flags import check_engine_options, engine_options, sampling_defaults
 from jaxserve.cli.run_output import is_stream
-from jaxserve.config import EngineConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +39,7 @@ class RunJob:
             )
             raise UsageError(what)
         options = engine_options(values)
-        EngineConfig.from_options(options)
+        check_engine_options(options)
         output = given["output"]
         if output is None and not prompts:
             output = "-"
@@ -86,20 +85,18 @@ class RunJob:
         return bool(self.prompts) and self.output != "-"
 
     def identity(self, sha256: str | None) -> dict[str, Any]:
-        """All that decides what the output holds; two runs may share an output only if these are equal."""
+        """All that decides what the output holds; two runs may share an output only if these are equal.
+
+        Raises:
+            CheckpointError: there is no such model.
+        """
+        # Imported here: --help and mistakes do without it.
+        from jaxserve.weights.loader import resolve_model
+
         engine = {key: self.engine_options[key] for key in ("seed", "dtype", "max_model_len")}
         kind = {"is_text": self.is_text, "is_chat": self.is_chat}
         return {
             "input": {"sha256": sha256, **kind},
-            "model": {"sha256": resume.model_fingerprint(_model_path(self.model))},
+            "model": {"sha256": resume.model_fingerprint(resolve_model(self.model))},
             "sampling": {**self.sampling, **engine},
         }
-
-
-def _model_path(model: str) -> Path:
-    path = Path(model)
-    if path.exists():
-        return path
-    from jaxserve.weights.loader import resolve_model
-
-    return resolve_model(model)

@@ -1,15 +1,17 @@
 """Where `jaxserve run` puts its records: a JSON line per input line, in input order, as soon as order allows.
 
     OUTPUT                 lines 0 .. n-1, always without a gap: its line k is the record of input line k
-    OUTPUT.partial.jsonl   finished lines that wait for a slower one before them; gone at the end
+    OUTPUT.partial.jsonl   finished lines that wait for a slower one before them; gone when none waits
 
 Every record is written, whole, the moment it exists (to the one file or to the other), so a kill at any
-point loses nothing that was finished and leaves at most one torn line, the last of a file. Memory holds
-two integers per waiting record. When OUTPUT is no regular file (stdout, a pipe) the waiting records
+point loses nothing that was finished and leaves at most one torn line, the last of a file. A kill may
+leave records in the partial file that the output has by now; a stop leaves only those that wait. Memory
+holds two integers per waiting record. When OUTPUT is no regular file (stdout, a pipe) the waiting records
 stay in an unnamed temporary file.
 """
 
 import json
+import logging
 import math
 import os
 import sys
@@ -26,6 +28,9 @@ from jaxserve.request import RequestOutput
 MAX_MESSAGE_LENGTH = 1000  # characters of an error record's message; a bad value may be megabytes
 # Legal inside a JSON string, but many readers take them for the end of a line.
 _LINE_BREAKS = {"\u2028": "\\u2028", "\u2029": "\\u2029", "\x85": "\\u0085"}
+
+
+logger = logging.getLogger("jaxserve.cli")
 
 
 class OutputError(JaxserveError):
@@ -189,13 +194,29 @@ class OrderedWriter(AbstractContextManager["OrderedWriter"]):
         except OSError as error:
             raise OutputError(f"cannot write the output: {error.strerror}") from None
 
-    def close(self, complete: bool) -> None:
-        """Closes the files; the partial file goes when all its records are in the output."""
+    def close(self) -> None:
+        """Closes the files; the partial file keeps only what still waits, and goes when nothing does."""
         if self._output is not sys.stdout.buffer:
             self._output.close()
+        if self._partial_file is not None:
+            scratch = self._partial_file.with_name(self._partial_file.name + ".tmp")
+            if self._waiting:
+                self._compact(self._partial_file, scratch)
+            else:
+                self._partial_file.unlink(missing_ok=True)
+            scratch.unlink(missing_ok=True)  # this one's, or one that a kill left
         self._partial.close()
-        if complete and self._partial_file is not None:
-            self._partial_file.unlink(missing_ok=True)
+
+    def _compact(self, path: Path, scratch: Path) -> None:
+        """Puts a file of the waiting records alone in the place of the one that holds more."""
+        try:
+            with open(scratch, "wb") as stream:
+                for _, (offset, size) in sorted(self._waiting.items()):
+                    self._partial.seek(offset)
+                    stream.write(self._partial.read(size))
+            os.replace(scratch, path)
+        except OSError as error:  # a full disk, perhaps: the old file holds all of it too
+            logger.debug("%s keeps records that the output has: %s", path, error)
 
     def __exit__(self, *exc: object) -> None:
-        self.close(complete=False)
+        self.close()

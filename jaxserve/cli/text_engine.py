@@ -59,7 +59,18 @@ def add_line(llm: TextEngine, request_id: str, line: RequestLine) -> None:
 
 
 def load_llm(model: str, options: Mapping[str, object]) -> TextEngine:
-    """Loads the model; here and not earlier jax is imported."""
+    """Loads the model; here and not earlier jax is imported.
+
+    Raises:
+        CheckpointError: there is no such model, or its configuration or headers are at fault; that is
+            found out before the slow import.
+        JaxserveError: it cannot be served with these options.
+    """
+    from jaxserve.weights.loader import open_checkpoint, resolve_model
+
+    path = resolve_model(model)
+    open_checkpoint(path)
+
     from jaxserve.llm import LLM
 
-    return LLM(model, **options)
+    return LLM(str(path), **options)

@@ -4,7 +4,7 @@ The first unfinished prompt is live; what the others produce meanwhile is kept a
 turn comes. One prompt: its text and nothing else. Several: each text under its prompt.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TextIO
 
 
@@ -14,12 +14,15 @@ class TextPrinter:
     Args:
         prompts: in the order in which they are printed.
         stream: where to.
+        skipped: indices of prompts that an earlier run did: nothing will come for them.
     """
 
-    def __init__(self, prompts: Sequence[str], stream: TextIO):
+    def __init__(self, prompts: Sequence[str], stream: TextIO, skipped: Collection[int] = ()):
         self._prompts = prompts
         self._stream = stream
+        self._skipped = skipped
         self._current = 0
+        self._is_first = True
         self._texts: dict[int, list[str]] = {}
         self._finished: set[int] = set()
         self._begin()
@@ -40,11 +43,14 @@ class TextPrinter:
             self._begin()
 
     def _begin(self) -> None:
+        while self._current in self._skipped:
+            self._current += 1
         index = self._current
         if index == len(self._prompts):
             return
         if len(self._prompts) > 1:
-            gap = "\n" if index else ""
+            gap = "" if self._is_first else "\n"
+            self._is_first = False
             quoted = self._prompts[index].replace("\n", "\n> ")
             self._print(f"{gap}> {quoted}\n")
         self._print("".join(self._texts.pop(index, ())))

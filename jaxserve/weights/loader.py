@@ -87,7 +87,7 @@ def resolve_model(name_or_path: str | Path) -> Path:
                 return folder / text
     if path.exists():
         return path  # a directory that is no checkpoint: open_checkpoint says what it lacks
-    is_path = in_checkpoints or "/" in text and path.parent.is_dir() or path.suffix == ".gguf"
+    is_path = in_checkpoints or path.suffix == ".gguf" or ("/" in text and path.parent.is_dir())
     if is_path or not (is_name(text) or is_hub_id(text)):
         raise CheckpointError(_no_such_path(text, path))
     raise CheckpointError(_no_such_name(text))
@@ -97,13 +97,13 @@ def _no_such_path(text: str, path: Path) -> str:
     """What to say of a path that is not there: what was meant among its neighbours, or how to fetch it."""
     message = f"model {text!r} not found: no such file or directory"
     folder = path.parent
-    siblings = [child for child in folder.glob("*") if is_hf_directory(child)]
-    close = closest_name(str(path), map(str, siblings))
-    is_looked_in = any(folder.absolute() == one.absolute() for one in checkpoint_folders())
+    siblings = [child.name for child in folder.glob("*") if is_hf_directory(child)]
+    close = closest_name(path.name, siblings)
+    is_looked_in = any(folder.resolve() == one.resolve() for one in checkpoint_folders())
     if is_looked_in and path.name in manifest_names():
         message += f"; run: jaxserve fetch {path.name}"
     elif close:
-        message += f"; did you mean {close!r}?"
+        message += f"; did you mean {str(folder / close)!r}?"
     return f"{message}; {_known_names()}"
 
 

@@ -19,6 +19,7 @@ from jaxserve.errors import CheckpointError
 from jaxserve.weights.hf_directory import is_hf_directory
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_CLOSE = 0.7  # of difflib's ratio: below it, two names of the same family look alike
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -133,7 +134,7 @@ def fetched_names() -> list[str]:
 def closest_name(text: str, names: Iterable[str]) -> str | None:
     """The name that was probably meant, whatever its case; None where none is near."""
     by_lower = {name.lower(): name for name in names}
-    close = difflib.get_close_matches(text.lower(), by_lower, n=1)
+    close = difflib.get_close_matches(text.lower(), by_lower, n=1, cutoff=_CLOSE)
     return by_lower[close[0]] if close else None
 
 

@@ -10,6 +10,7 @@ from jaxserve.cli.bench import bench_flags
 from jaxserve.cli.flags import engine_options, help_text, sampling_defaults
 from jaxserve.cli.run import USAGE, run_flags
 from jaxserve.config import EngineConfig
+from jaxserve.errors import InvalidRequestError
 
 
 def parse(*arguments: str) -> tuple[dict, list[str]]:
@@ -80,9 +81,17 @@ def test_everything_behind_two_dashes_is_text():
         ("--max-token=5", ["unknown flag '--max-token'", "--max_tokens"]),
         ("--frobnicate", ["unknown flag '--frobnicate'", "--help"]),
         ("--not a flag", ["put -- before"]),
-        ("--max-tokens=five", ["max_tokens", "five"]),
+        ("--max-tokens=five", ["flag --max_tokens=five: must be an integer"]),
+        ("--max-tokens=1.5", ["flag --max_tokens=1.5: must be an integer"]),
+        ("--max-tokens=", ["flag --max_tokens=: must be an integer"]),
+        ("--seed=" + "9" * 5000, ["must be an integer"]),
+        ("--verbosity=loud", ["flag --verbosity=loud: must be an integer"]),
+        ("--temperature=hot", ["flag --temperature=hot: must be a number"]),
+        ("--kv-cache-gib=1GB", ["flag --kv_cache_gib=1GB: must be a number"]),
+        ("--stop-token-ids=1,b", ["--stop_token_ids=1,b: must be integers with commas"]),
+        ("--stop-token-ids=", ["--stop_token_ids=: must be integers with commas"]),
         ("--max-tokens", ["--max_tokens needs a value"]),
-        ("--page-size=big", ["page_size", "big", "auto"]),
+        ("--page-size=big", ['flag --page_size=big: must be an integer or "auto"']),
         ("--dtype=float16", ["dtype", "float32|bfloat16"]),
         ("--ignore-eos=maybe", ["ignore_eos", "maybe"]),
         ("--no-ignore-eos=1", ["--no-ignore-eos takes no value"]),
@@ -145,6 +154,32 @@ def test_help_lists_this_commands_flags_only():
     assert "--input_format" in text
     assert "--workload" not in text
     assert "--undefok" not in text
+
+
+def test_help_says_what_ships_and_what_bounds_the_pool():
+    text = " ".join(help_text(USAGE, run_flags()).split())
+    assert "--attention_backend: reference or xla; auto" in text
+    assert "On CPU the pool that this makes is at most 2 GiB" in text
+
+
+def test_stop_token_ids_can_be_repeated_and_listed():
+    values = run_flags()
+    parse_arguments(["--stop-token-ids=1,2", "--stop_token_ids", "3", "a"], values)
+    assert sampling_defaults(values)["stop_token_ids"] == [1, 2, 3]
+    values = run_flags()
+    parse_arguments([], values)
+    assert sampling_defaults(values)["stop_token_ids"] == []
+    parse_arguments(["--stop-token-ids=-1"], values)
+    with pytest.raises(InvalidRequestError, match="stop_token_ids must be a list of token ids"):
+        sampling_defaults(values)
+
+
+def test_integers_may_be_hexadecimal_and_bounds_are_kept():
+    values = bench_flags()
+    parse_arguments(["--seed=0x10"], values)
+    assert values.flag_values_dict()["seed"] == 16
+    with pytest.raises(UsageError, match=r"repetitions=0.*a positive integer"):
+        parse_arguments(["--repetitions=0"], values)
 
 
 def test_defaults_are_those_of_the_dataclasses():

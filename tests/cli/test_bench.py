@@ -1,6 +1,7 @@
 """`jaxserve bench offline` over the fake engine: the figures add up."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -57,7 +58,7 @@ def check_arm(arm: dict, repetitions: int) -> None:
     assert len(arm["wall_s_each"]) == repetitions
     assert min(arm["wall_s_each"]) <= arm["wall_s"] <= max(arm["wall_s_each"])
     rates = [NUM_OUTPUT_TOKENS / wall for wall in arm["wall_s_each"]]
-    assert min(rates) <= arm["output_tokens_per_s"] <= max(rates)
+    assert min(rates) * 0.9999 <= arm["output_tokens_per_s"] <= max(rates) * 1.0001
     assert arm["total_tokens_per_s"] > arm["output_tokens_per_s"]
     for name in ("ttft_s", "itl_s", "e2el_s"):
         figures = arm[name]
@@ -79,12 +80,30 @@ def test_one_arm(measure, tmp_path):
     assert result["engine"]["scheduling"] == "continuous"
     assert result["peak_rss_bytes"] > 10**6
     assert json.loads(output.read_text()) == result
+    numbers = re.findall(r"\d+\.\d+(?:e-?\d+)?", output.read_text())
+    assert len(numbers) > 10
+    assert all(len(x.partition("e")[0].replace(".", "").lstrip("0")) <= 6 for x in numbers), numbers
     for line, record in zip(LINES, read_records(outputs), strict=True):
         assert record == {
             "id": line["id"],
             "output_ids": expected_tokens(encode(line["prompt"]), line["max_tokens"]),
             "logprobs": [-1.0] * line["max_tokens"],
         }
+
+
+def test_each_repetition_is_said_on_stderr(made, model, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "make_compile_counter", FakeCounter)
+    workload = write_lines(tmp_path / "w.jsonl", LINES)
+    flags = ["--repetitions=2", "--scheduling=static,continuous"]
+    assert main(["bench", "offline", f"--model={model}", f"--workload={workload}", *flags]) == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("repetition")]
+    assert [line.partition(":")[0] for line in said] == [
+        "repetition 1 of 2, static",
+        "repetition 1 of 2, continuous",
+        "repetition 2 of 2, static",
+        "repetition 2 of 2, continuous",
+    ]
+    assert f"{NUM_OUTPUT_TOKENS} output tokens in " in said[0]
 
 
 def test_both_arms_in_turns(measure, made):

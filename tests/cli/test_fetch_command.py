@@ -28,6 +28,7 @@ def test_already_there_is_exit_0(tmp_path, capsys):
             ["../x"],
             "jaxserve fetch: checkpoint must be a NAME or 'org/name' on the hub, got '../x'",
         ),
+        (["smolm2-135M-instruct"], "did you mean 'smollm2-135m-instruct'?"),
         (["--destt=x", "a"], "did you mean --dest?"),
     ],
 )
@@ -46,6 +47,10 @@ def test_help_lists_the_names(capsys):
     assert "smollm2-135m-instruct" in out
     assert "--dest" in out
     assert "--max_num_seqs" not in out
+    assert out.startswith("usage: jaxserve fetch ")
+    assert "exit code: 0 " in out
+    assert out.count("--flagfile") == 1
+    assert "undefok" not in out
 
 
 def test_destination_that_cannot_be_written(tmp_path, capsys):

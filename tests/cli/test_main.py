@@ -15,6 +15,17 @@ def test_help(argument, capsys):
     assert main([argument]) == 0
     out = capsys.readouterr().out
     assert all(f"  {name}" in out for name in COMMANDS)
+    assert "  bench offline " in out
+    assert "exit code: 0 " in out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_commands_help_begins_with_its_usage_and_tells_the_exit_codes(command, capsys):
+    assert main([command, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"usage: jaxserve {command} ")
+    assert "exit code: 0 " in out
+    assert out.count("--flagfile:") == 1
 
 
 def test_version(capsys):
@@ -37,6 +48,13 @@ def test_version(capsys):
         (["run", "--model=x", "--max-num-seqs=0", "a"], ["max_num_seqs", "[1, 4096]", "0"]),
         (["run", "--model=x", "--page-size=3", "a"], ["page_size", "3"]),
         (["run", "--model=x", "--temperature=nan", "a"], ["temperature", "nan"]),
+        (["run", "--model=x", "--attention-backend=xl", "a"], ["attention_backend='xl'", "known"]),
+        (["run", "--model=x", "--attention-backend=tpu", "a"], ["does not ship that kernel"]),
+        (["run", "--model=x", "--stop-token-ids=-3", "a"], ["stop_token_ids", "-3"]),
+        (
+            ["bench", "offline", "--model=x", "--workload=y", "--attention-backend=xl"],
+            ["attention_backend='xl'"],
+        ),
         (["run", "--model=x", "--max-tokens=-1", "a"], ["max_tokens", "-1"]),
         (["run", "--model=x", "--resume", "a"], ["--resume needs an --output"]),
         (["run", "--model=x", "--output=/no/such/o", "a"], ["cannot write --output=/no/such/o"]),
@@ -73,9 +91,20 @@ def test_a_model_that_is_none_exits_with_2(made, tmp_path, capsys):
         (["bench", "offline", "--help"], 0),
         (["run", "--nonsense"], 2),
         (["run", "--model=x", "--max_num_seqs=0", "prompt"], 2),
+        (["run", "--model=x", "--attention_backend=y", "prompt"], 2),
+        (["run", "--model=no-such-model", "prompt"], 2),
+        (["run", "--model=no/such/model", "--output={tmp}/o", "prompt"], 2),
+        (["run", "--model={tmp}", "prompt"], 2),
+        (["run", "--model={tmp}/broken", "prompt"], 2),
+        (["bench", "offline", "--model=no-such-model", "--workload={tmp}/w.jsonl"], 2),
+        (["fetch", "no-such-model"], 2),
     ],
 )
-def test_help_and_mistakes_do_not_import_jax(arguments, code):
+def test_help_and_mistakes_do_not_import_jax(arguments, code, tmp_path):
+    (tmp_path / "w.jsonl").write_text('{"prompt": "a"}\n')
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{}")
+    arguments = [argument.replace("{tmp}", str(tmp_path)) for argument in arguments]
     program = (
         "import sys; from jaxserve.cli.main import main; code = main(sys.argv[1:]); "
         "assert not {'jax', 'flax'} & set(sys.modules); sys.exit(code)"
@@ -85,6 +114,7 @@ def test_help_and_mistakes_do_not_import_jax(arguments, code):
     )
     assert process.returncode == code, process.stderr
     assert "Traceback" not in process.stderr
+    assert code == 0 or process.stderr.count("\n") == 1
 
 
 def test_python_m_jaxserve():

@@ -30,9 +30,14 @@ def test_the_same_run_is_recognised(tmp_path):
 @pytest.mark.parametrize(
     ("branch", "fields", "message"),
     [
-        ("input", {"sha256": "cc"}, r"another input \(sha256 differs\)"),
-        ("model", {"sha256": "cc"}, r"another model \(sha256 differs\)"),
-        ("sampling", {"seed": 1}, r"another sampling \(seed: 0 then, 1 now\)"),
+        ("input", {"sha256": "cc"}, "the input file has changed; "),
+        ("model", {"sha256": "cc"}, "the model has changed; "),
+        (
+            "input",
+            {"sha256": "cc", "is_text": True},
+            r"changed, it was made with another input \(is_text: False then, True now\)",
+        ),
+        ("sampling", {"seed": 1}, r"made with another sampling \(seed: 0 then, 1 now\); "),
         ("sampling", {"stop": []}, r"another sampling \(stop: \['x'\] then, \[\] now\)"),
         ("sampling", {"top_k": 3}, r"another sampling \(top_k: None then, 3 now\)"),
     ],
@@ -40,7 +45,7 @@ def test_the_same_run_is_recognised(tmp_path):
 def test_another_run_is_refused_by_what_differs(tmp_path, branch, fields, message):
     output = tmp_path / "o.jsonl"
     write_identity(output, IDENTITY)
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(UsageError, match=f"{message}.*give --overwrite, or another --output$"):
         check_identity(output, {**IDENTITY, branch: {**IDENTITY[branch], **fields}})
 
 
@@ -49,7 +54,7 @@ def test_a_missing_or_broken_identity_is_refused(tmp_path, content):
     output = tmp_path / "o.jsonl"
     if content is not None:
         meta_path(output).write_bytes(content)
-    with pytest.raises(UsageError, match=r"cannot resume .*meta\.json"):
+    with pytest.raises(UsageError, match=r"cannot resume .*meta\.json.*; give --overwrite"):
         check_identity(output, IDENTITY)
 
 
@@ -87,6 +92,6 @@ def test_an_output_that_no_run_can_have_written_is_not_touched(tmp_path, bad):
     output = tmp_path / "o.jsonl"
     content = encode_record({"index": 0}) + bad + encode_record({"index": 2})
     output.write_bytes(content)
-    with pytest.raises(UsageError, match="its line 2"):
+    with pytest.raises(UsageError, match=r"its line 2 .*; give --overwrite"):
         recover(output)
     assert output.read_bytes() == content

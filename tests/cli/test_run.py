@@ -228,8 +228,76 @@ def test_resume_of_a_finished_run_does_nothing(run, made, tmp_path, capsys):
     assert len(made) == 1
     assert run(*flags) == 1  # a line failed then
     assert len(made) == 1, "a model was loaded for nothing"
-    assert "were done before" in capsys.readouterr().err
+    said = f"resuming: all 2 lines of {output} were done before, 1 of them failed\n"
+    assert capsys.readouterr().err.endswith(said)
     assert output.read_bytes() == before
+
+
+def test_resume_tells_of_failures_in_the_earlier_run(run, tmp_path, capsys):
+    lines = [{"prompt": "a"}, {}, {"prompt": 5}, {"prompt": "b"}, {"prompt": "c"}, {"prompt": 6}]
+    source, output = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    flags = [f"--input={source}", f"--output={output}", "--max-tokens=2"]
+    assert run(*flags) == 1
+    assert "resuming" not in (err := capsys.readouterr().err)
+    assert "hold errors" not in err, "the count of this run says it all"
+    records = output.read_bytes().splitlines(keepends=True)
+    output.write_bytes(b"".join(records[:4]))
+    assert run(*flags, "--resume") == 1
+    err = capsys.readouterr().err
+    assert f"resuming: 4 of 6 lines of {output} were done before, 2 of them failed\n" in err
+    assert "1 done, 1 failed: " in err
+    assert err.endswith("; 3 of 6 lines hold errors\n")
+    output.write_bytes(records[0])
+    assert run(*flags, "--resume") == 1
+    err = capsys.readouterr().err
+    assert f"resuming: 1 of 6 lines of {output} were done before\n" in err
+    assert "2 done, 3 failed: " in err
+    assert "hold errors" not in err
+    assert output.read_bytes() == b"".join(records)
+
+
+def test_resumed_prompts_print_those_that_were_not_done(run, tmp_path, capsys):
+    output = tmp_path / "o.jsonl"
+    flags = [f"--output={output}", "--max-tokens=3"]
+    assert run(*flags, "a", "b", "c") == 0
+    records = output.read_bytes().splitlines(keepends=True)
+    output.write_bytes(records[0])
+    partial_path(output).write_bytes(records[2])
+    capsys.readouterr()
+    assert run(*flags, "--resume", "a", "b", "c") == 0
+    assert capsys.readouterr().out == f"> b\n{expected_text('b', 3)}\n"
+    assert output.read_bytes() == b"".join(records)
+    assert run(*flags, "--resume", "a", "b", "d") == 2
+    assert "the prompts have changed; give --overwrite" in capsys.readouterr().err
+
+
+def test_stop_token_ids_are_defaults_for_lines(run, tmp_path):
+    tokens = expected_tokens(encode("hello"), 6)
+    lines = [{"prompt": "hello"}, {"prompt": "hello", "stop_token_ids": []}]
+    source, output = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    flags = [f"--input={source}", f"--output={output}", "--max-tokens=6", "--ignore-eos"]
+    assert run(*flags, f"--stop-token-ids={tokens[2]},1", "--stop-token-ids=2") == 0
+    records = read_records(output)
+    first = min(tokens.index(i) for i in (tokens[2], 1, 2) if i in tokens)
+    assert records[0]["token_ids"] == tokens[: first + 1]
+    assert records[0]["finish_reason"] == "stop"
+    assert records[1]["token_ids"] == tokens
+
+
+def test_a_directory_that_is_no_checkpoint_does_not_hide_the_model_of_that_name(
+    run, made, model, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "checkpoints").mkdir()
+    model.rename(tmp_path / "checkpoints" / "named")
+    (tmp_path / "named").mkdir()
+    source, output = write_lines(tmp_path / "in.jsonl", [{"prompt": "a"}]), tmp_path / "out.jsonl"
+    flags = ["--model=named", f"--input={source}", f"--output={output}", "--max-tokens=1"]
+    assert run(*flags) == 0
+    output.write_bytes(b"")
+    partial_path(output).write_text("x")
+    (tmp_path / "checkpoints" / "named" / "model.safetensors").write_bytes(bytes(99) + b"x")
+    assert run(*flags, "--resume") == 2, "the fingerprint was that of another directory"
 
 
 @pytest.mark.parametrize(
@@ -239,8 +307,9 @@ def test_resume_of_a_finished_run_does_nothing(run, made, tmp_path, capsys):
         (["--seed=1"], ["another sampling", "seed: 0 then, 1 now"]),
         (["--dtype=bfloat16"], ["another sampling", "dtype"]),
         (["--input-format=text"], ["another input", "is_text: False then, True now"]),
-        ("input", ["another input", "sha256 differs"]),
-        ("model", ["another model", "sha256 differs"]),
+        (["--stop-token-ids=3"], ["another sampling", "stop_token_ids: [] then, [3] now"]),
+        ("input", ["the input file has changed; give --overwrite"]),
+        ("model", ["the model has changed; give --overwrite"]),
     ],
 )
 def test_resume_refuses_another_run_by_name(run, model, tmp_path, capsys, change, words):
@@ -281,9 +350,12 @@ def test_a_broken_engine_loses_nothing_that_was_finished(run, tmp_path, capsys):
     waiting = [record["index"] for record in read_records(partial_path(output))]
     assert waiting
     assert 1 not in waiting
+    num_in_output = len(read_records(output))
+    assert min(waiting) > num_in_output
     err = capsys.readouterr().err
     assert "jaxserve run: RuntimeError: the device is gone with a long story\n" in err
-    assert f"stopped by an error: {1 + len(waiting)} of 11 lines" in err
+    assert f"stopped by an error: {num_in_output} of 11 lines are in {output}, " in err
+    assert f", {len(waiting)} more wait" in err
     assert "--resume" in err
     assert "Traceback" not in err
     assert run("--verbosity=1", BREAKS_THE_ENGINE) == 2

@@ -8,6 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from jaxserve.cli import run_output
 from jaxserve.cli.request_line import RequestLine
 from jaxserve.cli.resume import recover
 from jaxserve.cli.run_output import (
@@ -44,8 +45,11 @@ def test_any_order_any_kill_any_torn_line(tmp_path_factory, order, num_before, t
         assert done == writer.next_index
         assert len(read_records(partial_path(output))) >= writer.num_waiting
         assert writer.num_waiting or partial_path(output).stat().st_size == 0
-    # The kill: closing writes nothing, the files are unbuffered; a record was being written to each.
-    writer.close(complete=False)
+    # The kill: the files are as they were before a close tidies up; a record was being written to each.
+    found = {path: path.read_bytes() for path in (output, partial_path(output))}
+    writer.close()
+    for path, data in found.items():
+        path.write_bytes(data)
     for path, size in ((output, torn), (partial_path(output), torn_partial)):
         with open(path, "ab") as stream:
             stream.write(encode_record(record(7, filler="y" * 50))[:-1][:size])
@@ -55,9 +59,51 @@ def test_any_order_any_kill_any_torn_line(tmp_path_factory, order, num_before, t
     for index in order[num_before:]:
         assert not writer.has(index)
         writer.put(index, record(index))
-    writer.close(complete=True)
+    writer.close()
     assert read_records(output) == [record(index) for index in range(8)]
     assert not partial_path(output).exists()
+
+
+@given(st.permutations(range(6)), st.integers(0, 6))
+def test_a_close_leaves_only_what_waits_and_it_can_be_gone_on_with(
+    tmp_path_factory, order, num_before
+):
+    output = tmp_path_factory.mktemp("out") / "o.jsonl"
+    writer = open_writer(output)
+    for index in order[:num_before]:
+        writer.put(index, record(index))
+    num_in_output = writer.next_index
+    writer.close()
+    waiting = sorted(index for index in order[:num_before] if index > num_in_output)
+    partial = partial_path(output)
+    assert read_records(output) == [record(index) for index in range(num_in_output)]
+    assert (read_records(partial) if partial.exists() else []) == [record(i) for i in waiting]
+    assert partial.exists() == bool(waiting)
+    with open_writer(output) as writer:
+        for index in order[num_before:]:
+            writer.put(index, record(index))
+    assert read_records(output) == [record(index) for index in range(6)]
+    assert [path.name for path in output.parent.iterdir()] == [output.name]
+
+
+def test_a_partial_file_that_cannot_be_rewritten_stays_as_it_is(tmp_path, monkeypatch):
+    output = tmp_path / "o.jsonl"
+    writer = open_writer(output)
+    for index in (1, 3, 0):
+        writer.put(index, record(index))
+    before = partial_path(output).read_bytes()
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(run_output.os, "replace", full)
+    writer.close()
+    assert partial_path(output).read_bytes() == before
+    assert recover(output).num_done == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        output.name,
+        partial_path(output).name,
+    ]
 
 
 def test_a_kill_between_the_output_and_the_partial_file_repeats_nothing(tmp_path):
@@ -68,7 +114,7 @@ def test_a_kill_between_the_output_and_the_partial_file_repeats_nothing(tmp_path
     with open_writer(output) as writer:
         assert writer.next_index == 4
     assert read_records(output) == [record(index) for index in range(4)]
-    assert partial_path(output).read_bytes() == b""
+    assert not partial_path(output).exists()
 
 
 def test_failed_lines_are_counted_in_both_files(tmp_path):

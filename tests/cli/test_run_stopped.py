@@ -56,10 +56,16 @@ def test_a_signal_keeps_what_is_finished_and_resume_does_the_rest(
     _, err = process.communicate(timeout=30)
     assert process.returncode == code, err
     assert "Traceback" not in err
-    num_done = len(read_records(output)) + len(read_records(partial_path(output)))
+    in_output = [record["index"] for record in read_records(output)]
+    waiting = [record["index"] for record in read_records(partial_path(output))]
+    num_done = len({*in_output, *waiting})
+    assert num_done == len(in_output) + len(waiting), "the partial file holds what the output has"
     assert 3 <= num_done < NUM_LINES
-    assert f": {num_done} of {NUM_LINES} lines are in" in err
-    assert "--resume" in err
+    verb = "waits" if len(waiting) == 1 else "wait"
+    assert (
+        f": {len(in_output)} of {NUM_LINES} lines are in {output}, "
+        f"{len(waiting)} more {verb} in {partial_path(output)}; the same command with --resume"
+    ) in err
 
     process = start(0, *flags, "--resume")
     _, err = process.communicate(timeout=30)
@@ -96,6 +102,17 @@ def test_a_signal_while_the_model_loads_stops_at_once(start, flags, tmp_path):
     assert process.returncode == 130, err
     assert err == "stopped by SIGINT before anything was generated\n"
     assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_stopped_prompt_counts_both_its_prompt_and_its_output(start):
+    process = start(0.05, "--max-tokens=100", "hello")
+    process.stdout.read(3)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    counts = re.search(r"0 done, 0 failed: 5 prompt tokens \(0 cached\), (\d+) output tokens", err)
+    assert counts, err
+    assert 1 <= int(counts[1]) < 100
 
 
 def test_a_signal_while_a_pipe_has_nothing_stops_at_once(start, tmp_path):

@@ -21,14 +21,19 @@ from gguf import GGUFWriter
 
 from jaxserve.errors import CheckpointError
 from jaxserve.weights import fetch as fetch_module
+from jaxserve.weights import manifest
 from jaxserve.weights.fetch import fetch
 from jaxserve.weights.loader import load_params, open_checkpoint
 from jaxserve.weights.manifest import (
+    checkout_folder,
+    checkpoint_folders,
+    closest_name,
     default_destination,
     manifest_folder,
     manifest_names,
     read_manifest,
 )
+from tests.checkpoints import make_random_llama
 
 MEMBER = "tiny_model/tiny.gguf"
 
@@ -253,8 +258,11 @@ def test_names_that_are_no_names(tmp_path, name):
 
 
 def test_unknown_name_lists_the_known_ones(tmp_path):
-    with pytest.raises(CheckpointError, match="known: smollm2-135m-instruct"):
+    with pytest.raises(CheckpointError, match="known: smollm2-135m-instruct") as caught:
         fetch("nothing", tmp_path)
+    assert "did you mean" not in str(caught.value)
+    with pytest.raises(CheckpointError, match="did you mean 'smollm2-135m-instruct'"):
+        fetch("SmolLM-135M-Instruct", tmp_path)
 
 
 def test_hub_id_takes_data_files_only_and_an_unreachable_hub_is_one_error(tmp_path, monkeypatch):
@@ -265,8 +273,6 @@ def test_hub_id_takes_data_files_only_and_an_unreachable_hub_is_one_error(tmp_pa
 
     def fake(repo, *, revision, local_dir, allow_patterns, ignore_patterns):
         seen.update(repo=repo, allow=allow_patterns)
-        from tests.checkpoints import make_random_llama
-
         make_random_llama(local_dir)
         (local_dir / ".cache").mkdir()
 
@@ -312,16 +318,48 @@ def test_broken_manifests_are_named(tmp_path, text, message):
 def test_the_projects_manifests_can_be_read():
     assert "smollm2-135m-instruct" in manifest_names()
     for name in manifest_names():
-        manifest = read_manifest(manifest_folder() / f"{name}.toml")
-        assert manifest.licence
-        assert manifest.description
+        found = read_manifest(manifest_folder() / f"{name}.toml")
+        assert found.licence
+        assert found.description
 
 
-def test_destination_is_the_checkout_or_the_cache(tmp_path, monkeypatch):
+def test_destination_is_the_checkout_or_what_is_there_or_the_cache(tmp_path, monkeypatch):
+    cache, checkout = tmp_path / "home/.cache/jaxserve/checkpoints", tmp_path / "checkout"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
-    assert default_destination() == tmp_path / "home" / ".cache" / "jaxserve" / "checkpoints"
-    (tmp_path / "checkpoints").mkdir()
-    assert default_destination() != Path("checkpoints")  # somebody's folder of that name
+    monkeypatch.setattr(manifest, "checkout_folder", lambda: checkout)
+    assert default_destination("tiny") == cache
+    make_random_llama(checkout / "tiny")
+    assert default_destination("tiny") == checkout
+    assert default_destination("other") == cache
+    lines: list[str] = []
+    assert fetch("tiny", report=lines.append) == checkout / "tiny"
+    assert lines == [f"tiny is already there: {checkout / 'tiny'}"]
+    make_random_llama(tmp_path / "checkpoints" / "tiny")  # somebody's folder of that name
+    assert default_destination("tiny") == Path("checkpoints")
+    assert default_destination("other") == cache
     (tmp_path / "checkpoints" / "a.toml").write_text("")
-    assert default_destination() == Path("checkpoints")
+    assert default_destination("other") == Path("checkpoints")
+
+
+def test_only_a_near_name_is_suggested():
+    names = ["tiny_llama", "smollm2-135m-instruct"]
+    assert closest_name("Tiny-Llama", names) == "tiny_llama"
+    assert closest_name("smollm2-135m", names) == "smollm2-135m-instruct"
+    assert closest_name("meta/llama", names) is None
+
+
+def test_names_are_looked_up_here_then_in_the_checkout_then_in_the_cache(tmp_path, monkeypatch):
+    root = Path(__file__).resolve().parents[2]
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    cache = tmp_path / ".cache/jaxserve/checkpoints"
+    assert checkout_folder() == root / "checkpoints"
+    monkeypatch.chdir(root)
+    assert checkpoint_folders() == [Path("checkpoints"), cache]
+    monkeypatch.chdir(tmp_path)
+    assert checkpoint_folders() == [Path("checkpoints"), root / "checkpoints", cache]
+    # An installed package: nothing beside it is a checkout.
+    installed = tmp_path / "site-packages/jaxserve/weights/manifest.py"
+    monkeypatch.setattr(manifest, "__file__", str(installed))
+    assert checkout_folder() is None
+    assert checkpoint_folders() == [Path("checkpoints"), cache]

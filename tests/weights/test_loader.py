@@ -14,6 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxserve.errors import CheckpointError
+from jaxserve.weights import manifest
 from jaxserve.weights.hf_directory import write_hf_directory
 from jaxserve.weights.loader import load_params, open_checkpoint, resolve_model
 from tests import checkpoints, numpy_llama
@@ -326,19 +327,24 @@ def test_a_checkpoint_without_a_tokenizer_has_none(random_llama):
     )
 
 
-def test_resolve_model_tries_path_then_checkpoints_then_cache(tmp_path, monkeypatch):
-    home, here = tmp_path / "home", tmp_path / "here"
+@pytest.fixture
+def places(tmp_path, monkeypatch) -> SimpleNamespace:
+    """An empty current directory, a source checkout elsewhere, and an empty home."""
+    here, checkout = tmp_path / "here", tmp_path / "checkout"
     here.mkdir()
     monkeypatch.chdir(here)
-    monkeypatch.setattr(Path, "home", lambda: home)
-    with pytest.raises(
-        CheckpointError, match=r"tried tiny, checkpoints/tiny, .*\.cache/jaxserve/checkpoints/tiny$"
-    ):
-        resolve_model("tiny")
-    with pytest.raises(CheckpointError, match="run: jaxserve fetch smollm2-135m-instruct"):
-        resolve_model("smollm2-135m-instruct")
-    in_cache = checkpoints.make_random_llama(home / ".cache" / "jaxserve" / "checkpoints" / "tiny")
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.setattr(manifest, "checkout_folder", lambda: checkout)
+    cache = tmp_path / ".cache/jaxserve/checkpoints"
+    return SimpleNamespace(here=here, checkout=checkout, cache=cache)
+
+
+def test_resolve_model_tries_path_then_checkpoints_then_checkout_then_cache(places):
+    here = places.here
+    in_cache = checkpoints.make_random_llama(places.cache / "tiny")
     assert resolve_model("tiny") == in_cache
+    checkpoints.make_random_llama(places.checkout / "tiny")
+    assert resolve_model("tiny") == places.checkout / "tiny"
     checkpoints.make_random_llama(here / "checkpoints" / "tiny")
     assert resolve_model("tiny") == Path("checkpoints/tiny")
     (
@@ -349,6 +355,69 @@ def test_resolve_model_tries_path_then_checkpoints_then_cache(tmp_path, monkeypa
     assert resolve_model(".") == Path(".")
     with pytest.raises(CheckpointError, match="got ''"):
         resolve_model("")
+    by_organisation = checkpoints.make_random_llama(places.cache / "org" / "name")
+    assert resolve_model("org/name") == by_organisation
+    (here / "org").mkdir()  # a folder called like the organisation hides nothing
+    assert resolve_model("org/name") == by_organisation
+
+
+NOT_FOUND = [
+    (
+        "nope",
+        "no such path, and no checkpoint of that name in checkpoints, {checkout}, {cache};"
+        " known names: org/model, smollm2-135m-instruct, tiny",
+    ),
+    ("tinny", "in checkpoints, {checkout}, {cache}; did you mean 'tiny'?; known names: "),
+    ("Tiny", "; did you mean 'tiny'?; known names: "),
+    ("smollm2-135m-instruct", "; run: jaxserve fetch smollm2-135m-instruct; known names: "),
+    (
+        "smolm2-135M-instruct",
+        "; did you mean 'smollm2-135m-instruct'? (run: jaxserve fetch smollm2-135m-instruct); known",
+    ),
+    ("far/away", "{cache}; from the Hugging Face hub: jaxserve fetch far/away; known names: "),
+    (
+        "org/modle",
+        "; did you mean 'org/model'?; from the Hugging Face hub: jaxserve fetch org/modle; known",
+    ),
+    ("checkpoints/nope", "no such file or directory; known names: "),
+    ("checkpoints/tinny", "no such file or directory; did you mean 'checkpoints/tiny'?; known"),
+    (
+        "checkpoints/smollm2-135m-instruct",
+        "no such file or directory; run: jaxserve fetch smollm2-135m-instruct; known names: ",
+    ),
+    ("folder/nope", "no such file or directory; known names: "),
+    ("./nope", "no such file or directory; known names: "),
+    ("../nope", "no such file or directory; known names: "),
+    ("{cache}/tinny", "no such file or directory; did you mean '{cache}/tiny'?; known"),
+    ("nope.gguf", "no such file or directory; known names: "),
+    ("a b", "no such file or directory; known names: "),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), NOT_FOUND)
+def test_a_model_that_is_not_there_gets_a_hint(places, text, message):
+    for folder in (places.cache / "tiny", places.checkout / "org/model", Path("checkpoints/tiny")):
+        checkpoints.make_random_llama(folder)
+    (places.cache / ".tiny.partial-1").mkdir()
+    (places.cache / ".tiny.partial-1" / "config.json").write_text("{}")
+    Path("folder").mkdir()
+    text, message = (one.format(**vars(places)) for one in (text, message))
+    with pytest.raises(CheckpointError) as caught:
+        resolve_model(text)
+    assert str(caught.value).startswith(f"model {text!r} not found: ")
+    assert message in str(caught.value)
+    assert "checkpoints/checkpoints" not in str(caught.value)
+    has_hint = "did you mean" in message or "run:" in message
+    assert has_hint or "did you mean" not in str(caught.value)
+    assert "jaxserve fetch" in message or "jaxserve fetch" not in str(caught.value)
+
+
+def test_a_long_list_of_names_is_cut(places):
+    for number in range(30):
+        (places.cache / f"m{number:02d}").mkdir(parents=True)
+        (places.cache / f"m{number:02d}" / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"known names: m00, .*, m19, \.\.\.$"):
+        resolve_model("something")
 
 
 def test_the_model_can_say_which_tree_it_expects(random_llama):
