@@ -7,13 +7,16 @@ pass it to `build_engine`.
 
 import dataclasses
 import logging
+import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxserve.config import EngineConfig
 from jaxserve.device.executor import DeviceExecutor, StepShapes, largest_step_bytes
@@ -171,11 +174,19 @@ def build_engine(config: EngineConfig, loaded: LoadedModel) -> tuple[Engine, Sta
     return engine, times
 
 
-def _use_compilation_cache(folder: str) -> None:
+def _use_compilation_cache(folder: str | Path) -> None:
     """Asked for by name, so jax's process-wide settings may change."""
-    jax.config.update("jax_compilation_cache_dir", folder)
+    try:
+        Path(folder).expanduser().mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=Path(folder).expanduser()):
+            pass
+    except OSError as error:
+        _LOG.warning("compilation_cache_dir %s cannot be used: %s", folder, error.strerror)
+        return
+    jax.config.update("jax_compilation_cache_dir", str(Path(folder).expanduser()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    compilation_cache.reset_cache()  # jax looks at the folder once, when it first compiles anything
 
 
 def _resolve_attention(config: EngineConfig) -> tuple[str, int]:
@@ -222,19 +233,34 @@ def _layers_per_program(num_layers: int) -> int:
     return max(n for n in range(1, MAX_CPU_LAYERS_PER_PROGRAM + 1) if num_layers % n == 0)
 
 
-def _to_device(params: Params, abstract: Params) -> Params:
-    """Checks the tree against what the model expects, then puts every leaf on the device."""
-    expected = {jax.tree_util.keystr(k): v for k, v in jax.tree.leaves_with_path(abstract)}
-    found = {jax.tree_util.keystr(k): v for k, v in jax.tree.leaves_with_path(params)}
-    for name in sorted(expected.keys() | found.keys()):
-        want, have = expected.get(name), found.get(name)
-        if want is None or have is None or want.shape != have.shape or want.dtype != have.dtype:
-            raise ConfigError(f"params{name}: expected {_describe(want)}, found {_describe(have)}")
-    return jax.block_until_ready(jax.device_put(params))
+def _to_device(params: Mapping[Any, Any], abstract: Params) -> Params:
+    """The tree as plain dicts, checked against what the model expects, every leaf on the device."""
+    checked = _checked_tree(params, abstract, "params")
+    return jax.block_until_ready(jax.device_put(checked))
+
+
+def _checked_tree(found: Any, expected: Any, name: str) -> Any:
+    if isinstance(expected, Mapping):
+        if not isinstance(found, Mapping):
+            raise ConfigError(f"{name}: expected a dict, found {_describe(found)}")
+        for key in found.keys() - expected.keys():
+            raise ConfigError(f"{name}[{key!r}]: expected nothing, found {_describe(found[key])}")
+        return {
+            key: _checked_tree(found.get(key), expected[key], f"{name}[{key!r}]")
+            for key in expected
+        }
+    is_array = hasattr(found, "shape") and hasattr(found, "dtype")
+    if not is_array or found.shape != expected.shape or found.dtype != expected.dtype:
+        raise ConfigError(f"{name}: expected {_describe(expected)}, found {_describe(found)}")
+    return found
 
 
 def _describe(leaf: Any) -> str:
-    return "nothing" if leaf is None else f"{leaf.dtype}{list(leaf.shape)}"
+    if leaf is None:
+        return "nothing"
+    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+        return f"{leaf.dtype}{list(leaf.shape)}"
+    return f"a {type(leaf).__name__}"
 
 
 def _size_pool(config: EngineConfig, max_model_len: int, shapes: StepShapes) -> PoolSize:

@@ -9,12 +9,14 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from jaxserve.errors import ConfigError, shown
 
 DTYPES = ("auto", "float32", "bfloat16")
 SCHEDULING = ("continuous", "static")
 MIN_PAGE_SIZE = 4
+MAX_GIB = 2**20
 
 
 def _check_int(name: str, value: object, low: int, high: int = 2**31 - 1) -> None:
@@ -67,7 +69,7 @@ class CacheConfig:
                 raise ConfigError(f"page_size must be a power of two, got {self.page_size}")
         _check_optional_int("num_pages", self.num_pages, 2)
         if self.kv_cache_gib is not None:
-            _check_positive("kv_cache_gib", self.kv_cache_gib)
+            _check_positive("kv_cache_gib", self.kv_cache_gib, MAX_GIB)
         _check_positive("memory_utilization", self.memory_utilization, 1.0)
 
 
@@ -120,7 +122,7 @@ class EngineConfig:
     max_model_len: int | None = None
     attention_backend: str = "auto"
     seed: int = 0
-    compilation_cache_dir: str | None = None
+    compilation_cache_dir: str | Path | None = None
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 
@@ -130,6 +132,9 @@ class EngineConfig:
         if not isinstance(self.attention_backend, str):
             raise ConfigError(f"attention_backend must be a name, got {self.attention_backend!r}")
         _check_int("seed", self.seed, 0, 2**63 - 1)
+        folder = self.compilation_cache_dir
+        if folder is not None and not isinstance(folder, str | Path):
+            raise ConfigError(f"compilation_cache_dir must be a folder, got {shown(folder)}")
 
     @classmethod
     def from_options(cls, options: Mapping[str, object]) -> "EngineConfig":

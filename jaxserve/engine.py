@@ -8,18 +8,33 @@ in the same place.
 """
 
 import hashlib
-from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass
-from numbers import Integral
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from jaxserve.errors import InvalidRequestError, shown
 from jaxserve.executor import Executor
-from jaxserve.request import CompletionOutput, Request, RequestOutput
+from jaxserve.request import (
+    CompletionOutput,
+    Request,
+    RequestOutput,
+    as_token_ids,
+    merge_outputs,
+)
 from jaxserve.schedule.batch import build_batch
 from jaxserve.schedule.scheduler import Scheduler
 from jaxserve.schedule.sequence import Sequence
+from jaxserve.stats import EngineStats
 from jaxserve.text.watcher import Observation, TokenWatcher
+
+
+class Progress(NamedTuple):
+    """Output tokens that the watcher has seen, and how many of them were made ready for the caller."""
+
+    num_observed: int
+    num_released: int
 
 
 @dataclass(kw_only=True)
@@ -29,34 +44,15 @@ class SequenceGroup:
     Args:
         seq: the sequence (one per request today).
         watcher: turns its ids into text and may end it; None = ids only.
-        num_released: output tokens already handed out.
+        progress: how far the watcher and the caller are.
+        num_shown: output tokens given to the watcher. More than progress.num_observed once an
+            observation was cut short: that watcher cannot be trusted any more.
     """
 
     seq: Sequence
     watcher: TokenWatcher | None
-    num_released: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineStats:
-    """A snapshot; the `num_` totals count since the engine was made."""
-
-    num_running: int
-    num_waiting: int
-    num_pages: int
-    num_free_pages: int
-    page_size: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    num_steps: int
-    num_preemptions: int
-    num_scheduled_tokens: int
-    num_padding_tokens: int
-    num_prompt_tokens: int
-    num_output_tokens: int
-    attention_backend: str
-    dtype: str
+    progress: Progress = field(default=Progress(0, 0))
+    num_shown: int = 0
 
 
 class Engine:
@@ -88,7 +84,10 @@ class Engine:
         self.eos_token_ids = frozenset(eos_token_ids)
         self._seed = seed
         self._groups: dict[str, SequenceGroup] = {}
-        self._empty: deque[RequestOutput] = deque()  # requests that asked for no token at all
+        self._ready: dict[str, RequestOutput] = {}  # made by this step, not handed out yet
+        self._held: list[RequestOutput] = []  # the same, of a step that was cut short
+        self._one_at_a_time = threading.Lock()
+        self._in_step = False  # still set when the next call comes: the last step was cut short
         self._num_added = 0
         self._num_steps = 0
         self._num_scheduled_tokens = 0
@@ -109,27 +108,33 @@ class Engine:
         Raises:
             InvalidRequestError: the request is at fault; nothing was taken for it.
         """
-        max_tokens = self._check(request, watcher)
+        prompt = as_token_ids(request.prompt_token_ids)
         params = request.sampling_params
-        arrival = self._num_added
-        self._num_added += 1
-        self._num_prompt_tokens += len(request.prompt_token_ids)
-        if max_tokens == 0:
-            self._empty.append(_empty_output(request))
-            return
-        own_stops = frozenset(params.stop_token_ids)
-        seq = Sequence(
-            request=request,
-            arrival=arrival,
-            seed=self._seed_of(request, arrival),
-            max_tokens=max_tokens,
-            stop_ids=own_stops if params.ignore_eos else own_stops | self.eos_token_ids,
-            page_table=self.scheduler.kv.new_table(),
-        )
-        self._groups[request.id] = SequenceGroup(seq=seq, watcher=watcher)
-        self.scheduler.add(seq)
+        with self._exclusive("add"):
+            max_tokens = self._check(request, prompt, watcher)
+            arrival = self._num_added
+            own_stops = frozenset(params.stop_token_ids)
+            seq = Sequence(
+                request=request,
+                prompt_token_ids=prompt,
+                arrival=arrival,
+                seed=self._seed_of(request, arrival),
+                max_tokens=max_tokens,
+                stop_ids=own_stops if params.ignore_eos else own_stops | self.eos_token_ids,
+                page_table=self.scheduler.kv.new_table(),
+            )
+            self._num_added += 1
+            self._num_prompt_tokens += len(prompt)
+            group = SequenceGroup(seq=seq, watcher=watcher)
+            if max_tokens == 0:
+                self._ready[request.id] = self._output(group, [], "length", None)
+            else:
+                self._groups[request.id] = group
+                self.scheduler.add(seq)
 
-    def _check(self, request: Request, watcher: TokenWatcher | None) -> int:
+    def _check(
+        self, request: Request, prompt: tuple[int, ...], watcher: TokenWatcher | None
+    ) -> int:
         """Raises if the request cannot be served; returns its output budget."""
         if self.has_request(request.id):
             raise InvalidRequestError(f"id {request.id!r} is already in flight", param="id")
@@ -137,34 +142,35 @@ class Engine:
             raise InvalidRequestError(
                 "stop strings need a tokenizer; without one use stop_token_ids", param="stop"
             )
-        ids = request.prompt_token_ids
-        if len(ids) == 0:
-            raise InvalidRequestError(
-                "prompt must hold at least one token, got an empty one", param="prompt"
-            )
-        for i in ids:
-            if isinstance(i, bool) or not isinstance(i, Integral) or not 0 <= i < self.vocab_size:
+        for i in prompt:
+            if not 0 <= i < self.vocab_size:
                 raise InvalidRequestError(
-                    f"prompt token ids must be integers in [0, {self.vocab_size}), got {shown(i)}",
+                    f"prompt token ids must be in [0, {self.vocab_size}), got {shown(i)}",
                     param="prompt",
                 )
         asked = request.sampling_params.max_tokens
-        room = min(self.max_model_len - len(ids), self.scheduler.kv.num_slots - len(ids) + 1)
         least = 0 if asked == 0 else 1
-        if self.max_model_len - len(ids) < least:
+        room = self.max_model_len - len(prompt)
+        if room < least:
             raise InvalidRequestError(
-                f"prompt has {len(ids)} tokens and needs room for {least} more, but the context holds "
-                f"{self.max_model_len} (max_model_len)",
+                f"prompt has {len(prompt)} tokens and needs room for {least} more, but the context "
+                f"holds {self.max_model_len} (max_model_len)",
                 param="prompt",
                 code="context_length_exceeded",
             )
-        if room < least:
+        if asked == 0:
+            return 0
+        # The last token sampled is never computed, so it needs no slot.
+        pool_room = self.scheduler.kv.num_slots - len(prompt) + 1
+        if pool_room < 1:
             raise InvalidRequestError(
-                f"prompt has {len(ids)} tokens, but the whole KV page pool holds "
-                f"{self.scheduler.kv.num_slots}: it could never run (raise num_pages or kv_cache_gib)",
+                f"prompt has {len(prompt)} tokens, but the whole KV page pool holds "
+                f"{self.scheduler.kv.num_slots}: it could never run (raise num_pages or "
+                "kv_cache_gib)",
                 param="prompt",
                 code="kv_cache_exceeded",
             )
+        room = min(room, pool_room)
         return room if asked is None else min(asked, room)
 
     def _seed_of(self, request: Request, arrival: int) -> int:
@@ -178,61 +184,107 @@ class Engine:
             What it still held back, with finish_reason "abort"; None when no such request is in
             flight.
         """
-        group = self._groups.get(request_id)
-        return None if group is None else self._finish(group, "abort", None, [], flush=True)
+        with self._exclusive("abort"):
+            group = self._groups.get(request_id)
+            parts = [o for o in (*self._held, *self._ready.values()) if o.request_id == request_id]
+            if group is not None:
+                parts.append(self._last(group, "abort", None, [], flush=True))
+                self._forget(group)
+            self._held = [o for o in self._held if o.request_id != request_id]
+            self._ready.pop(request_id, None)
+            return merge_outputs(parts) if parts else None
 
     def has_request(self, request_id: str) -> bool:
         """Whether a request is in flight, or its output has not been handed out yet."""
-        return request_id in self._groups or any(o.request_id == request_id for o in self._empty)
+        held = any(output.request_id == request_id for output in self._held)
+        return held or request_id in self._groups or request_id in self._ready
 
     def has_work(self) -> bool:
         """Whether `step` has something to do or to hand out."""
-        return bool(self._empty) or self.scheduler.has_work()
+        return bool(self._held or self._ready or self._groups)
 
     def step(self) -> list[RequestOutput]:
         """Schedules and runs one step.
+
+        Interrupted (Ctrl-C) or failing in the middle, it loses nothing: the next call computes the
+        unfinished sequences again from the tokens they had.
 
         Returns:
             What each request released in it: new ids, text and logprobs only. A request that ends
             appears with its finish_reason, even when it released nothing.
         """
-        outputs = list(self._empty)
-        self._empty.clear()
+        with self._exclusive("step"):
+            self._in_step = True
+            self._step()
+            made = [*self._held, *self._ready.values()]
+            worth = [o for o in made if o.finished or o.outputs[0].token_ids or o.outputs[0].text]
+            self._held, self._ready, self._in_step = [], {}, False
+        return worth
+
+    def _step(self) -> None:
         plan = self.scheduler.schedule()
         if plan is None:
-            return outputs
+            return
         handle = self.executor.submit(build_batch(plan, self.scheduler.buckets))
         sampled = handle.result()
         self._num_steps += 1
         self._num_scheduled_tokens += plan.num_tokens
         self._num_padding_tokens += plan.num_padding_tokens
         for seq in self.scheduler.update(plan, sampled):
-            output = self._release(self._groups[seq.request.id])
-            if output is not None:
-                outputs.append(output)
-        return outputs
+            self._release(self._groups[seq.request.id])
 
-    def _release(self, group: SequenceGroup) -> RequestOutput | None:
-        """Looks at the token that a sequence just got: ends it, hands out what may be handed
-        out.
-        """
+    @contextmanager
+    def _exclusive(self, method: str) -> Iterator[None]:
+        """One call at a time, and none on what a cut-short step has left behind."""
+        if not self._one_at_a_time.acquire(blocking=False):
+            raise RuntimeError(
+                f"Engine.{method} was called while another thread is inside the engine: "
+                "drive an engine from one thread, or put a lock around it"
+            )
+        try:
+            if self._in_step:
+                self._recover()
+            yield
+        finally:
+            self._one_at_a_time.release()
+
+    def _recover(self) -> None:
+        """Throws away pages and queues; each unfinished sequence waits again with what was seen of it."""
+        self._held, self._ready = [*self._held, *self._ready.values()], {}
+        for group in self._groups.values():
+            if group.num_shown > group.progress.num_observed:
+                self._held.append(self._output(group, [], "abort", None))
+            group.seq.rewind(group.progress.num_observed)
+        ended = {output.request_id for output in self._held if output.finished}
+        self._groups = {name: g for name, g in self._groups.items() if name not in ended}
+        self.executor.reset()
+        self.scheduler.restart(group.seq for group in self._groups.values())
+        self._in_step = False
+
+    def _release(self, group: SequenceGroup) -> None:
+        """Looks at the token a sequence just got: ends it, makes ready what may be handed out."""
         seq = group.seq
-        self._num_output_tokens += 1
         ending = seq.ending()
         if group.watcher is None:
             seen = Observation(text="", num_tokens=1, stop_reason=None, stopped=False)
         else:
+            group.num_shown += 1
             seen = group.watcher.observe([seq.token_ids[-1]])
         if seen.stopped:
-            return self._finish(group, "stop", seen.stop_reason, [seen], flush=False)
-        if ending is not None:
-            reason, stop_token = ending
-            return self._finish(group, reason, stop_token, [seen], flush=True)
-        if seen.num_tokens == 0 and not seen.text:
-            return None
-        return self._output(group, [seen], None, None)
+            output = self._output(group, [seen], "stop", seen.stop_reason)
+        elif ending is not None:
+            output = self._last(group, *ending, [seen], flush=True)
+        else:
+            output = self._output(group, [seen], None, None)
+        num_released = group.progress.num_released + len(output.outputs[0].token_ids)
+        progress = Progress(group.progress.num_observed + 1, num_released)
+        # Two stores and no call in one statement: no interrupt can come between them.
+        self._ready[seq.request.id], group.progress = output, progress
+        self._num_output_tokens += 1
+        if output.finished:
+            self._forget(group)
 
-    def _finish(
+    def _last(
         self,
         group: SequenceGroup,
         reason: str,
@@ -240,14 +292,17 @@ class Engine:
         seen: list[Observation],
         flush: bool,
     ) -> RequestOutput:
-        self.scheduler.finish(group.seq)
-        del self._groups[group.seq.request.id]
+        """The output that ends a request; `flush` adds what its watcher still holds."""
         if flush and group.watcher is not None:
             rest = group.watcher.flush()
             seen = [*seen, rest]
             if rest.stopped:  # the very last characters, held until now, complete a stop string
                 reason, stop_reason = "stop", rest.stop_reason
         return self._output(group, seen, reason, stop_reason)
+
+    def _forget(self, group: SequenceGroup) -> None:
+        self.scheduler.finish(group.seq)
+        del self._groups[group.seq.request.id]
 
     def _output(
         self,
@@ -257,15 +312,15 @@ class Engine:
         stop_reason: str | int | None,
     ) -> RequestOutput:
         seq = group.seq
-        begin = group.num_released
-        group.num_released += sum(one.num_tokens for one in seen)
+        begin = group.progress.num_released
+        end = begin + sum(one.num_tokens for one in seen)
         first = seq.num_prompt_tokens
         wants_logprobs = seq.request.sampling_params.wants_logprobs
         completion = CompletionOutput(
             index=0,
             text="".join(one.text for one in seen),
-            token_ids=seq.token_ids[first + begin : first + group.num_released],
-            logprobs=seq.logprobs[begin : group.num_released] if wants_logprobs else None,
+            token_ids=seq.token_ids[first + begin : first + end],
+            logprobs=seq.logprobs[begin:end] if wants_logprobs else None,
             finish_reason=reason,
             stop_reason=stop_reason,
         )
@@ -315,16 +370,3 @@ def derive_seed(seed: int, index: int) -> int:
     """
     digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big")
-
-
-def _empty_output(request: Request) -> RequestOutput:
-    wants = request.sampling_params.wants_logprobs
-    completion = CompletionOutput(
-        index=0, text="", token_ids=[], logprobs=[] if wants else None, finish_reason="length"
-    )
-    return RequestOutput(
-        request_id=request.id,
-        outputs=[completion],
-        num_prompt_tokens=len(request.prompt_token_ids),
-        num_cached_tokens=0,
-    )

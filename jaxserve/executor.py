@@ -33,3 +33,7 @@ class Executor(Protocol):
     def submit(self, batch: DeviceBatch) -> StepHandle:
         """Starts a step. The batch's arrays are read-only from here on."""
         ...
+
+    def reset(self) -> None:
+        """Forgets what the pages hold, after a step that failed or was interrupted halfway."""
+        ...

@@ -10,12 +10,13 @@ It owns a tokenizer and an `Engine`; `add` and `step` are the same loop in the o
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from numbers import Integral
 
 from jaxserve.build import StartupTimes, build_engine, load_model
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
-from jaxserve.errors import InvalidRequestError
-from jaxserve.request import CompletionOutput, Request, RequestOutput, SamplingParams
+from jaxserve.errors import InvalidRequestError, shown
+from jaxserve.request import Request, RequestOutput, SamplingParams, merge_outputs
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.text.watcher import StopWatcher, TokenWatcher
 
@@ -92,6 +93,10 @@ class LLM:
             skip_special_tokens=params.skip_special_tokens,
         )
 
+    def has_work(self) -> bool:
+        """Whether `step` has something to do or to hand out."""
+        return bool(self._unclaimed) or self.engine.has_work()
+
     def step(self) -> list[RequestOutput]:
         """Runs one step; returns what each request queued by `add` released in it, new text and ids."""
         self._advance()
@@ -139,9 +144,8 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """As `generate`, for one conversation or several, each a list of `{"role", "content"}`."""
-        single = not messages or isinstance(messages[0], dict)
-        conversations = [messages] if single else messages
-        return self._run([self.encode_chat(m) for m in conversations], sampling_params)  # type: ignore[arg-type]
+        conversations = _as_conversations(messages)
+        return self._run([self.encode_chat(m) for m in conversations], sampling_params)
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
@@ -183,42 +187,57 @@ class LLM:
                 self._forget(request_id)
 
 
-def merge_outputs(parts: Sequence[RequestOutput]) -> RequestOutput:
-    """Joins what the steps released for one request, in order, into its whole `RequestOutput`."""
-    last = parts[-1]
-    merged = []
-    for index in range(len(last.outputs)):
-        pieces = [part.outputs[index] for part in parts]
-        has_logprobs = pieces[0].logprobs is not None
-        merged.append(
-            CompletionOutput(
-                index=index,
-                text="".join(p.text for p in pieces),
-                token_ids=[i for p in pieces for i in p.token_ids],
-                logprobs=[x for p in pieces for x in p.logprobs or ()] if has_logprobs else None,
-                finish_reason=pieces[-1].finish_reason,
-                stop_reason=pieces[-1].stop_reason,
-            )
+def _as_prompts(prompts: object) -> list[Prompt]:
+    """One prompt or many, as a list.
+
+    Raises:
+        InvalidRequestError: neither; names the element at fault.
+    """
+    if isinstance(prompts, str):
+        return [prompts]
+    if not _is_sequence(prompts):
+        raise InvalidRequestError(
+            "prompts must be a text, a list of token ids, or a list of these, "
+            f"got {shown(prompts)}",
+            param="prompt",
         )
-    return RequestOutput(
-        request_id=last.request_id,
-        outputs=merged,
-        num_prompt_tokens=last.num_prompt_tokens,
-        num_cached_tokens=last.num_cached_tokens,
-    )
+    several = list(prompts)  # type: ignore[call-overload]
+    if several and isinstance(several[0], Integral):
+        return [several]  # the ids of one prompt; the engine checks them one by one
+    for number, one in enumerate(several):
+        if not isinstance(one, str) and not _is_sequence(one):
+            raise InvalidRequestError(
+                f"prompts[{number}] must be a text or a list of token ids, got {shown(one)}",
+                param="prompt",
+            )
+    return several
 
 
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+def _as_conversations(messages: object) -> list[Sequence[Message]]:
+    """One conversation or several, as a list; what is in them is checked by the template."""
+    if not isinstance(messages, list | tuple):
+        raise InvalidRequestError(
+            f"messages must be a list of messages, got {shown(messages)}", param="messages"
+        )
+    several = bool(messages) and all(isinstance(m, list | tuple) for m in messages)
+    return list(messages) if several else [messages]
 
 
-def _one_per_prompt(
-    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-) -> list[SamplingParams]:
+def _is_sequence(value: object) -> bool:
+    """A list or tuple, or an array of at least one dimension."""
+    return isinstance(value, list | tuple) or bool(getattr(value, "ndim", 0))
+
+
+def _one_per_prompt(params: object, num_prompts: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * num_prompts
+    if not isinstance(params, list | tuple) or not all(
+        isinstance(one, SamplingParams) for one in params
+    ):
+        raise InvalidRequestError(
+            f"sampling_params must be SamplingParams, or a list of them, got {shown(params)}",
+            param="sampling_params",
+        )
     if len(params) != num_prompts:
         raise InvalidRequestError(
             f"sampling_params must be one, or one per prompt: got {len(params)} for {num_prompts}",

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxserve.errors import CheckpointError
+from jaxserve.errors import CheckpointError, shown
 
 # model_type of config.json -> the class name it must come with. More families join here together
 # with their model.
@@ -32,6 +32,8 @@ _ROPE_KEYS = frozenset(
     }
 )
 _MAX_INT = 2**31 - 1  # sizes and ids travel as i32 on the device
+# Every layer has an entry in the lists of parameters that are made before a header is compared with them.
+MAX_LAYERS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,9 +144,10 @@ class ModelConfig:
             "max_position_embeddings",
         ):
             value = getattr(self, name)
-            if not (_is_int(value) and 1 <= value <= _MAX_INT):
+            limit = MAX_LAYERS if name == "num_layers" else _MAX_INT
+            if not (_is_int(value) and 1 <= value <= limit):
                 raise CheckpointError(
-                    f"{name} must be an integer in [1, {_MAX_INT}], got {value!r}"
+                    f"{name} must be an integer in [1, {limit}], got {shown(value)}"
                 )
         if self.num_heads % self.num_kv_heads:
             raise CheckpointError(
@@ -193,7 +196,7 @@ class ModelConfig:
                 vocab_size=keys.integer("vocab_size", 32000),
                 hidden_size=hidden_size,
                 intermediate_size=keys.integer("intermediate_size", 11008),
-                num_layers=keys.integer("num_hidden_layers", 32),
+                num_layers=keys.integer("num_hidden_layers", 32, MAX_LAYERS),
                 num_heads=num_heads,
                 num_kv_heads=keys.integer("num_key_value_heads", num_heads),
                 head_dim=head_dim,
@@ -223,7 +226,7 @@ class _Keys:
     def __init__(self, values: Mapping[str, Any], source: str, prefix: str = ""):
         if not isinstance(values, Mapping):
             raise CheckpointError(
-                f"{source}: {prefix or 'the file'} must be an object, got {values!r}"
+                f"{source}: {prefix.rstrip('.') or 'the file'} must be an object, got {shown(values)}"
             )
         self.values = values
         self.source = source
@@ -234,15 +237,15 @@ class _Keys:
 
     def error(self, key: str, limit: str) -> CheckpointError:
         return CheckpointError(
-            f"{self.source}: {self.prefix}{key} must be {limit}, got {self.values.get(key)!r}"
+            f"{self.source}: {self.prefix}{key} must be {limit}, got {shown(self.values.get(key))}"
         )
 
-    def integer(self, key: str, default: int) -> int:
+    def integer(self, key: str, default: int, limit: int = _MAX_INT) -> int:
         value = self.get(key)
         if value is None:
             return default
-        if not (_is_int(value) and 1 <= value <= _MAX_INT):
-            raise self.error(key, f"an integer in [1, {_MAX_INT}]")
+        if not (_is_int(value) and 1 <= value <= limit):
+            raise self.error(key, f"an integer in [1, {limit}]")
         return value
 
     def real(self, key: str, default: float | None) -> float:
@@ -277,7 +280,7 @@ def _architecture(keys: _Keys) -> str:
         known = [name for name, cls in _ARCHITECTURES.items() if classes == [cls]]
         if not known:
             raise CheckpointError(
-                f"{keys.source}: no model_type (served: {served}) and architectures is {classes!r}"
+                f"{keys.source}: no model_type (served: {served}) and architectures is {shown(classes)}"
             )
         return known[0]
     if not isinstance(model_type, str) or model_type not in _ARCHITECTURES:
@@ -309,22 +312,24 @@ def _rope(keys: _Keys) -> RopeConfig:
     """rope_parameters (transformers 5), else rope_theta + rope_scaling (4); both only where they agree."""
     theta = keys.real("rope_theta", 10000.0)
     new, old = keys.get("rope_parameters"), keys.get("rope_scaling")
-    if not new:
-        return _rope_from(old or {}, "rope_scaling.", theta, keys.source)
+    # Absent or {}: nothing is said. Anything else that is no object is refused, [] and 0 as well.
+    if new is None or new == {}:
+        return _rope_from({} if old is None else old, "rope_scaling.", theta, keys.source)
     rope = _rope_from(new, "rope_parameters.", theta, keys.source)
-    if old:
+    if old is not None and old != {}:
         other = _rope_from(old, "rope_scaling.", rope.theta, keys.source)
         if other != rope:
             raise CheckpointError(
-                f"{keys.source}: rope_parameters and rope_scaling must agree, got {new!r} and {old!r}"
+                f"{keys.source}: rope_parameters and rope_scaling must agree, "
+                f"got {shown(new)} and {shown(old)}"
             )
     return rope
 
 
 def _rope_from(values: Mapping[str, Any], prefix: str, theta: float, source: str) -> RopeConfig:
     keys = _Keys(values, source, prefix)
-    rope_type = keys.get("rope_type") or keys.get("type") or "default"
-    type_key = "rope_type" if keys.get("rope_type") else "type"
+    type_key = "type" if keys.get("rope_type") is None else "rope_type"
+    rope_type = "default" if keys.get(type_key) is None else keys.get(type_key)
     if keys.get("type") not in (None, rope_type):
         raise keys.error("type", f"the same as rope_type ({rope_type!r})")
     if not isinstance(rope_type, str) or rope_type not in _ROPE_TYPES:

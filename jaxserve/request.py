@@ -5,8 +5,9 @@ the rooms behind it may trust them.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 
 from jaxserve.errors import InvalidRequestError, shown
 
@@ -29,6 +30,38 @@ def _require_real(name: str, value: object) -> None:
     # Compared, not converted: an integer may be beyond every float, and NaN fails each comparison.
     is_finite = is_real and -LARGEST_FLOAT <= value <= LARGEST_FLOAT  # type: ignore[operator]
     _require(is_finite, name, value, "a finite number")
+
+
+def _plain(value: object) -> object:
+    """Numbers of other libraries (a numpy scalar) as Python's own; everything else as it is."""
+    if isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    return float(value) if isinstance(value, Real) else value
+
+
+def as_token_ids(prompt: object) -> tuple[int, ...]:
+    """A prompt as plain ids, copied.
+
+    Raises:
+        InvalidRequestError: it is no sequence of integers, or it is empty.
+    """
+    if isinstance(prompt, str | bytes | dict) or not isinstance(prompt, Iterable):
+        raise InvalidRequestError(
+            f"prompt must be a list of token ids, got {shown(prompt)}", param="prompt"
+        )
+    ids = tuple(prompt)
+    for i in ids:
+        if isinstance(i, bool) or not isinstance(i, Integral):
+            raise InvalidRequestError(
+                f"prompt token ids must be integers, got {shown(i)}", param="prompt"
+            )
+    if not ids:
+        raise InvalidRequestError(
+            "prompt must hold at least one token, got an empty one", param="prompt"
+        )
+    return tuple(int(i) for i in ids)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +104,8 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
+        for name in ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed"):
+            object.__setattr__(self, name, _plain(getattr(self, name)))
         if self.max_tokens is not None:
             _require(
                 _is_int(self.max_tokens) and self.max_tokens >= 0,
@@ -130,8 +165,11 @@ class SamplingParams:
         )
         object.__setattr__(self, "stop", tuple(stops))
         ids = self.stop_token_ids
+        if not isinstance(ids, str | bytes | dict) and isinstance(ids, Iterable):
+            ids = [_plain(i) for i in ids]
         _require(
-            isinstance(ids, list | tuple) and all(_is_int(i) and i >= 0 for i in ids),
+            isinstance(ids, list | tuple)
+            and all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids),
             "stop_token_ids",
             ids,
             "a list of token ids",
@@ -203,3 +241,28 @@ class RequestOutput:
     @property
     def finished(self) -> bool:
         return all(output.finish_reason is not None for output in self.outputs)
+
+
+def merge_outputs(parts: Sequence[RequestOutput]) -> RequestOutput:
+    """Joins what the steps released for one request, in order, into its whole `RequestOutput`."""
+    last = parts[-1]
+    merged = []
+    for index in range(len(last.outputs)):
+        pieces = [part.outputs[index] for part in parts]
+        has_logprobs = pieces[0].logprobs is not None
+        merged.append(
+            CompletionOutput(
+                index=index,
+                text="".join(p.text for p in pieces),
+                token_ids=[i for p in pieces for i in p.token_ids],
+                logprobs=[x for p in pieces for x in p.logprobs or ()] if has_logprobs else None,
+                finish_reason=pieces[-1].finish_reason,
+                stop_reason=pieces[-1].stop_reason,
+            )
+        )
+    return RequestOutput(
+        request_id=last.request_id,
+        outputs=merged,
+        num_prompt_tokens=last.num_prompt_tokens,
+        num_cached_tokens=last.num_cached_tokens,
+    )

@@ -56,6 +56,9 @@ class FakeExecutor:
     def warm_up(self) -> None:
         pass
 
+    def reset(self) -> None:
+        self.slots[:] = UNWRITTEN
+
     def submit(self, batch: DeviceBatch) -> FakeHandle:
         self.num_steps += 1
         self.last_batch = batch

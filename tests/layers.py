@@ -8,7 +8,7 @@
     engine                                                                     4
     executor, schedule                                                         3
     pages, text, model, sample                                                 2
-    plan.capacity, plan.roofline, model_config, request, config, errors        1
+    plan.capacity, plan.roofline, model_config, request, stats, config, errors 1
     pallas_kernels                                                             0
 
 Imports go down or stay on a level, never up, and never in a circle; an import inside a function
@@ -23,6 +23,7 @@ LEVELS = {
     "jaxserve.errors": 1,
     "jaxserve.config": 1,
     "jaxserve.request": 1,
+    "jaxserve.stats": 1,
     "jaxserve.model_config": 1,
     "jaxserve.plan": 1,
     "jaxserve.pages": 2,

@@ -8,8 +8,7 @@ import pytest
 from jaxserve.config import EngineConfig
 from jaxserve.engine import derive_seed
 from jaxserve.errors import ConfigError, InvalidRequestError, shown
-from jaxserve.llm import merge_outputs
-from jaxserve.request import Request, SamplingParams
+from jaxserve.request import Request, SamplingParams, merge_outputs
 from tests.fakes import drain, expected_tokens, make_engine
 
 PROMPT = [5, 6, 7]
@@ -31,7 +30,7 @@ def run(engine, **kwargs):
     ("prompt", "message"),
     [
         ([], "at least one token"),
-        ([1, 1000], r"integers in \[0, 1000\), got 1000"),
+        ([1, 1000], r"in \[0, 1000\), got 1000"),
         ([-1], r"got -1"),
         ([True], "got True"),
         ([1.0], "got 1.0"),

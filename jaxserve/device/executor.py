@@ -208,9 +208,7 @@ class DeviceExecutor:
         begin = time.monotonic()
         self._programs.compile_all(self._shapes.programs())
         compiled = time.monotonic()
-        self._kv_pages = jax.tree.map(
-            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._shapes.abstract_pages()
-        )
+        self.reset()
         tokens, rows = self._shapes.buckets.tokens, self._shapes.buckets.rows
         for num_tokens in tokens:
             self._submit(
@@ -220,6 +218,13 @@ class DeviceExecutor:
             self._submit(self._shapes.padding(Bucket(tokens[0], num_rows)), self._runs[:1]).result()
         self.compile_s = compiled - begin
         self.warm_s = time.monotonic() - compiled
+
+    def reset(self) -> None:
+        """Makes the pages anew: a step cut short may have donated some and never got them back."""
+        self._kv_pages = []  # first give up what is left of the old ones: two pools may not fit
+        self._kv_pages = jax.tree.map(
+            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._shapes.abstract_pages()
+        )
 
     def submit(self, batch: DeviceBatch) -> DeviceStep:
         """Starts a step; returns before it is done where the platform allows."""

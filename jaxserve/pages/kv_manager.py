@@ -47,6 +47,10 @@ class KVManager:
         """Tokens that fit in an empty pool: no request can ever hold more."""
         return self.pool.num_usable * self.page_size
 
+    def reset(self) -> None:
+        """Forgets every owner; tables made before are void."""
+        self.pool = PagePool(self.pool.num_pages)
+
     def new_table(self) -> PageTable:
         return PageTable(self.max_pages_per_seq, self.page_size)
 

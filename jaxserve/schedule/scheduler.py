@@ -12,6 +12,7 @@ Invariants (`check_invariants`):
 """
 
 from collections import deque
+from collections.abc import Iterable
 
 from jaxserve.pages.kv_manager import KVManager
 from jaxserve.schedule.admission import Admission
@@ -151,6 +152,20 @@ class Scheduler:
         elif seq.status is not Status.FINISHED:
             self.waiting.remove(seq)
         seq.status = Status.FINISHED
+
+    def restart(self, seqs: Iterable[Sequence]) -> None:
+        """Starts over from these sequences, oldest first: empty pages, all of them waiting.
+
+        For after a step that was cut short, when queues and pages may be in any state.
+        """
+        self.kv.reset()
+        self.running = []
+        self.waiting = deque(sorted(seqs, key=lambda seq: seq.arrival))
+        for seq in self.waiting:
+            seq.page_table = self.kv.new_table()
+            seq.num_computed_tokens = 0
+            if seq.status is Status.RUNNING:
+                seq.status = Status.PREEMPTED
 
     def check_invariants(self) -> None:
         """Raises AssertionError when a queue or the pages are not as the module says."""

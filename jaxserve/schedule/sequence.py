@@ -28,6 +28,7 @@ class Sequence:
 
     Args:
         request: what was asked; its sampling params are read at every step.
+        prompt_token_ids: its prompt, copied: the caller may go on to change the list it gave.
         arrival: position in arrival order; a smaller number is older and is never made to wait for
             a younger one.
         seed: 64 bits from which every draw of this sequence comes.
@@ -37,6 +38,7 @@ class Sequence:
     """
 
     request: Request
+    prompt_token_ids: tuple[int, ...]
     arrival: int
     seed: int
     max_tokens: int
@@ -50,11 +52,11 @@ class Sequence:
     status: Status = field(init=False, default=Status.WAITING)
 
     def __post_init__(self) -> None:
-        self.token_ids = [int(i) for i in self.request.prompt_token_ids]
+        self.token_ids = list(self.prompt_token_ids)
 
     @property
     def num_prompt_tokens(self) -> int:
-        return len(self.request.prompt_token_ids)
+        return len(self.prompt_token_ids)
 
     @property
     def num_output_tokens(self) -> int:
@@ -69,6 +71,11 @@ class Sequence:
         """Takes a sampled token."""
         self.token_ids.append(token_id)
         self.logprobs.append(logprob)
+
+    def rewind(self, num_output_tokens: int) -> None:
+        """Drops the tokens sampled after the first `num_output_tokens`; they will be sampled again."""
+        del self.token_ids[self.num_prompt_tokens + num_output_tokens :]
+        del self.logprobs[num_output_tokens:]
 
     def ending(self) -> tuple[str, int | None] | None:
         """(finish_reason, stop token id) if the last token ends the sequence, else None.

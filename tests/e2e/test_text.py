@@ -7,8 +7,8 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.llm import LLM, merge_outputs
-from jaxserve.request import SamplingParams
+from jaxserve.llm import LLM
+from jaxserve.request import SamplingParams, merge_outputs
 from tests.checkpoints import make_script
 from tests.llms import greedy, shared_llm, stream_all
 

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.llm import merge_outputs
-from jaxserve.request import Request, SamplingParams
+from jaxserve.request import Request, SamplingParams, merge_outputs
 from jaxserve.schedule.buckets import Bucket, Buckets, ladder
 from tests.fakes import drain, expected_tokens, make_engine
 

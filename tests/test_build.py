@@ -1,0 +1,118 @@
+"""Building an engine from params of one's own."""
+
+import collections
+import dataclasses
+import logging
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from jaxserve import EngineConfig, build_engine, load_model
+from jaxserve.errors import ConfigError
+from jaxserve.llm import LLM
+from tests.llms import TINY
+
+SMALL = {"max_num_seqs": 1, "max_num_batched_tokens": 4, "max_model_len": 32, "num_pages": 4}
+CONFIG = EngineConfig.from_options(SMALL)
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return load_model(str(TINY), CONFIG)
+
+
+def changed(loaded, edit):
+    params = jax.tree.map(lambda leaf: leaf, loaded.params)  # new dicts, the same leaves
+    params = edit(params) or params
+    return dataclasses.replace(loaded, params=params)
+
+
+def missing(params):
+    del params["layers"][1]["attn"]["k"]["kernel"]
+
+
+def extra(params):
+    params["layers"][0]["attn"]["k"]["bias"] = np.zeros(3)
+
+
+def wrong_shape(params):
+    params["norm"]["scale"] = params["norm"]["scale"][:5]
+
+
+def wrong_dtype(params):
+    params["norm"]["scale"] = params["norm"]["scale"].astype(np.float16)
+
+
+def no_array(params):
+    params["norm"]["scale"] = 1.0
+
+
+def no_dict(params):
+    params["norm"] = params["norm"]["scale"]
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (missing, r"params\['layers'\]\[1\]\['attn'\]\['k'\]\['kernel'\]: .* found nothing"),
+        (
+            extra,
+            r"params\['layers'\]\[0\]\['attn'\]\['k'\]\['bias'\]: expected nothing, found float64",
+        ),
+        (wrong_shape, r"params\['norm'\]\['scale'\]: expected float32\[96\], found float32\[5\]"),
+        (wrong_dtype, r"params\['norm'\]\['scale'\]: expected float32\[96\], found float16\[96\]"),
+        (no_array, r"params\['norm'\]\['scale'\]: expected float32\[96\], found a float"),
+        (no_dict, r"params\['norm'\]: expected a dict, found float32\[96\]"),
+        (lambda params: [1], r"params: expected a dict, found a list"),
+    ],
+)
+def test_a_leaf_at_fault_is_named(loaded, edit, message):
+    with pytest.raises(ConfigError, match=message):
+        build_engine(CONFIG, changed(loaded, edit))
+
+
+def as_other_mappings(params):
+    return collections.OrderedDict(
+        {k: collections.OrderedDict(v) if isinstance(v, dict) else v for k, v in params.items()}
+    )
+
+
+def as_strided_and_device_arrays(params):
+    norm = np.repeat(params["norm"]["scale"], 2)[::2]  # not contiguous
+    params["norm"]["scale"] = norm
+    params["embed"]["embedding"] = jax.numpy.asarray(params["embed"]["embedding"])
+
+
+@pytest.mark.parametrize("edit", [as_other_mappings, as_strided_and_device_arrays])
+def test_any_mapping_of_any_arrays_will_do(loaded, edit):
+    engine, times = build_engine(CONFIG, changed(loaded, edit))
+    assert times.compile_s > 0
+    assert engine.stats().num_pages == 4
+
+
+def test_a_cache_folder_that_cannot_be_used_is_said_in_one_line(tmp_path, caplog):
+    file = tmp_path / "file"
+    file.write_text("")
+    with caplog.at_level(logging.WARNING, "jaxserve"):
+        LLM(str(TINY), compilation_cache_dir=str(file), **SMALL)
+    (record,) = [r for r in caplog.records if "compilation_cache_dir" in r.message]
+    assert "\n" not in record.message
+
+
+def test_a_cache_folder_is_used(tmp_path):
+    before = jax.config.jax_compilation_cache_dir
+    try:
+        LLM(str(TINY), compilation_cache_dir=tmp_path / "new", **SMALL)
+        assert any((tmp_path / "new").iterdir())
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+        compilation_cache.reset_cache()
+
+
+def test_a_budget_below_max_num_seqs_lowers_it_and_says_so(caplog):
+    with caplog.at_level(logging.WARNING, "jaxserve"):
+        llm = LLM(str(TINY), **(SMALL | {"max_num_seqs": 8}))
+    assert llm.engine.stats().max_num_seqs == 4
+    assert "max_num_seqs lowered from 8 to 4" in caplog.text
