@@ -71,8 +71,20 @@ def _split(
                 settings.extend(inner[0])
                 positionals.extend(inner[1])
             else:
+                _check_boolean(name, value, flag_values)
                 settings.append(f"--{name}={value}")
     return settings, positionals
+
+
+def _check_boolean(name: str, value: str, flag_values: flags.FlagValues) -> None:
+    """Says what a boolean flag takes; absl's own words are about "boolean flags" and "arguments"."""
+    flag = flag_values[name]
+    if not flag.boolean:
+        return
+    try:
+        flag.parser.parse(value)
+    except ValueError:
+        raise UsageError(f"flag --{name}={value}: must be true or false") from None
 
 
 def _name_and_value(argument: str, flag_values: flags.FlagValues) -> tuple[str, str | None]:
@@ -91,7 +103,12 @@ def _name_and_value(argument: str, flag_values: flags.FlagValues) -> tuple[str, 
         return positive, "false"
     close = difflib.get_close_matches(name, list(flag_values), n=1)
     hint = f"; did you mean --{close[0]}?" if close else ""
-    if " " in typed:
+    first, *value_behind = typed.split(maxsplit=1)
+    if value_behind and first.replace("-", "_") in flag_values:
+        hint = (
+            f"; use --{first}={value_behind[0]}, or two lines in a flagfile and no quotes elsewhere"
+        )
+    elif value_behind:
         hint = "; put -- before a prompt that begins with a dash"
     raise UsageError(f"unknown flag {argument.split('=')[0]!r}{hint} (--help lists the flags)")
 

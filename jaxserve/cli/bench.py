@@ -28,10 +28,13 @@ from jaxserve.cli.flags import (
     help_text,
     wants_help,
 )
+from jaxserve.cli.output_files import is_same_file
 from jaxserve.cli.replay import Arm, Counter, build_arm, make_compile_counter
 from jaxserve.cli.request_line import LineParser, RequestLine
 from jaxserve.cli.run_input import open_input
-from jaxserve.cli.run_output import OutputError, encode_record
+from jaxserve.cli.run_output import encode_record
+from jaxserve.cli.standard_streams import is_stdout_closed, write_error, write_stdout
+from jaxserve.cli.stop_signals import StopSignals
 from jaxserve.config import SCHEDULING, EngineConfig
 
 USAGE = """\
@@ -43,7 +46,7 @@ all requests of all repetitions), compiles_after_warmup, padding_waste (padding 
 computed), peak_rss_bytes, startup, and what was run; numbers have 6 significant digits. A workload line
 is a line as `jaxserve run` takes it. --scheduling=static,continuous measures both in turns, each with an
 engine of its own, and puts the figures under "arms".
-exit code: 0 measured, 2 could not be measured, 130 interrupted
+exit code: 0 measured, 2 could not be measured, 130 or 143 stopped by SIGINT or SIGTERM
 """
 
 _SIGNIFICANT_DIGITS = 6
@@ -82,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
     """
     kind = argv[0] if argv else ""
     if kind in ("--help", "--helpfull", "-h"):
-        print(help_text(USAGE, bench_flags()))
+        write_stdout(help_text(USAGE, bench_flags()) + "\n")
         return 0
     if kind not in KINDS:
         close = difflib.get_close_matches(kind, KINDS, n=1)
@@ -96,7 +99,7 @@ def offline(argv: Sequence[str]) -> int:
     values = bench_flags()
     unexpected = parse_arguments(argv, values)
     if wants_help(values):
-        print(help_text(USAGE, values))
+        write_stdout(help_text(USAGE, values) + "\n")
         return 0
     given = values.flag_values_dict()
     if unexpected:
@@ -104,21 +107,39 @@ def offline(argv: Sequence[str]) -> int:
     for name in ("model", "workload"):
         if not given[name]:
             raise UsageError(f"--{name} is needed")
+    _check_outputs(given)
     configure_logging(given["verbosity"])
-    options = engine_options(values)
+    with StopSignals("before the measurement was done") as stop:
+        _measure_and_write(given, engine_options(values), stop)
+    return 0
+
+
+def _check_outputs(given: dict[str, Any]) -> None:
+    """Refuses files that would destroy the workload or each other, and a result that nobody would see."""
+    names = [name for name in ("output", "outputs") if given[name]]
+    for name in names:
+        if is_same_file(Path(given[name]), given["workload"]):
+            raise UsageError(f"--{name}={given[name]} is the workload itself")
+    if len(names) == 2 and Path(given["output"]).resolve() == Path(given["outputs"]).resolve():
+        raise UsageError(f"--output and --outputs are the same file, {given['output']}")
+    if is_stdout_closed() and not given["output"]:
+        raise UsageError("cannot write stdout: it is closed; give --output=FILE")
+
+
+def _measure_and_write(given: dict[str, Any], options: dict[str, Any], stop: StopSignals) -> None:
     arms = _arm_options(options)
     lines = read_workload(given["workload"], seed=given["seed"], logprobs=bool(given["outputs"]))
     built = [build_arm(given["model"], one) for one in arms]
     compiles = make_compile_counter()  # after the last engine was built: that compiles too
     _measure(built, lines, compiles, given["repetitions"])
+    stop.defer()  # what follows is short, and no file is left half-written
     result = _rounded(_result(given, lines, built))
     if given["outputs"]:
         _write(given["outputs"], b"".join(_output_records(lines, built[0])))
-    text = json.dumps(result, indent=2, allow_nan=False)
+    text = json.dumps(result, indent=2, allow_nan=False) + "\n"
     if given["output"]:
-        _write(given["output"], text.encode() + b"\n")
-    print(text)
-    return 0
+        _write(given["output"], text.encode())
+    write_stdout(text)
 
 
 def _measure(
@@ -182,7 +203,7 @@ def read_workload(path: str, *, seed: int, logprobs: bool) -> list[RequestLine]:
 
 
 def _lines(path: str) -> Iterator[bytes]:
-    source = open_input(path).lines
+    source = open_input(path, flag="--workload").lines
     while not source.exhausted:
         line = source.next_line(wait=True)
         if line is not None:
@@ -223,7 +244,7 @@ def _write(path: str, data: bytes) -> None:
     try:
         Path(path).write_bytes(data)
     except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror}") from None
+        raise write_error(path, error) from None
 
 
 KINDS: dict[str, Callable[[Sequence[str]], int]] = {"offline": offline}

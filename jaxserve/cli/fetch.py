@@ -4,7 +4,6 @@ Run by `cli/main.py`, which turns the errors into one line and exit code 2. The 
 `weights/fetch.py`.
 """
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from absl import flags
 
 from jaxserve.cli.arguments import UsageError, parse_arguments
 from jaxserve.cli.flags import define_general, help_text, wants_help
+from jaxserve.cli.standard_streams import say, write_stdout
 from jaxserve.weights.fetch import fetch
 from jaxserve.weights.manifest import manifest_folder, manifest_names, read_manifest
 
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     flag_values = _define_flags()
     names = parse_arguments(argv, flag_values)
     if wants_help(flag_values):
-        print(help_text(f"{_USAGE}\nnames:\n{_names()}", flag_values))
+        write_stdout(help_text(f"{_USAGE}\nnames:\n{_names()}", flag_values) + "\n")
         return 0
     if not names:
         raise UsageError(
@@ -67,5 +67,5 @@ def main(argv: Sequence[str]) -> int:
         )
     destination = None if flag_values.dest is None else Path(flag_values.dest).expanduser()
     for name in names:
-        fetch(name, destination, report=lambda line: print(line, file=sys.stderr, flush=True))
+        fetch(name, destination, report=say)
     return 0

@@ -7,7 +7,6 @@ once.
 
 import dataclasses
 import logging
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from absl import flags
 
 from jaxserve.cli.arguments import UsageError
 from jaxserve.cli.flag_types import AutoIntegerParser, FloatParser, IntegerParser, IntegersParser
+from jaxserve.cli.standard_streams import say
 from jaxserve.config import DTYPES, CacheConfig, EngineConfig
 from jaxserve.plan.capacity import CPU_POOL_LIMIT_BYTES, GIB
 from jaxserve.request import SamplingParams
@@ -235,7 +235,7 @@ class _StderrHandler(logging.Handler):
     """Prints to whatever sys.stderr is at that moment: a progress bar may have put itself in front of it."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record), file=sys.stderr, flush=True)
+        say(self.format(record))
 
 
 def configure_logging(verbosity: int) -> None:

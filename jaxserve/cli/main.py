@@ -4,14 +4,17 @@ The console script, `python -m jaxserve` and the scripts call `main`. A command'
 it is asked for, and imports jax only when it has work for it: --help and a mistyped flag answer at once.
 """
 
+import contextlib
 import difflib
 import importlib
 import logging
-import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jaxserve import __version__
+from jaxserve.cli.output_files import OutputError
+from jaxserve.cli.standard_streams import fill_closed, say, write_stdout
+from jaxserve.cli.stop_signals import kept_signals
 from jaxserve.errors import JaxserveError
 
 # Command -> (module with `main(argv) -> exit code`, how it is typed, what it does).
@@ -39,64 +42,69 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command.
 
     Args:
-        argv: the arguments without the program's name; None = those of the process.
+        argv: the arguments without the program's name; None = those of the process, which is then
+            taken to end with this call: signals no longer change its exit code once that is decided.
 
     Returns:
         0 all good, 1 some of the work failed, 2 it could not be done (one line on stderr says why),
         130 interrupted.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    fill_closed()
+    if argv is None:
+        return _run_command(sys.argv[1:])
+    with kept_signals():
+        return _run_command(list(argv))
+
+
+def _run_command(arguments: list[str]) -> int:
     name = arguments[0] if arguments else ""
     if name in ("--help", "--helpfull", "-h", "help"):
-        print(_help())
-        return EXIT_OK
+        return _guarded("jaxserve", lambda: _print(_help() + "\n"))
     if name in ("--version", "version"):
-        print(f"jaxserve {__version__}")
-        return EXIT_OK
+        return _guarded("jaxserve", lambda: _print(f"jaxserve {__version__}\n"))
     if name not in COMMANDS:
         return _refuse(name)
-    return _guarded(name, arguments[1:])
+    return _guarded(
+        f"jaxserve {name}", lambda: importlib.import_module(COMMANDS[name][0]).main(arguments[1:])
+    )
+
+
+def _print(text: str) -> int:
+    write_stdout(text)
+    return EXIT_OK
 
 
 def _refuse(name: str) -> int:
     if not name:
-        print(_help(), file=sys.stderr)
+        say(_help())
         return EXIT_COULD_NOT_RUN
     close = difflib.get_close_matches(name, COMMANDS, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
     kind = "flag" if name.startswith("-") else "command"
-    print(
-        f"jaxserve: unknown {kind} {name!r}; {hint}commands: {', '.join(COMMANDS)}", file=sys.stderr
-    )
+    say(f"jaxserve: unknown {kind} {name!r}; {hint}commands: {', '.join(COMMANDS)}")
     return EXIT_COULD_NOT_RUN
 
 
-def _guarded(name: str, arguments: list[str]) -> int:
+def _guarded(title: str, command: Callable[[], int]) -> int:
     """Runs a command; no error of it reaches the user as a traceback, unless --verbosity=1 asks for one."""
     try:
-        code = importlib.import_module(COMMANDS[name][0]).main(arguments)
-        sys.stdout.flush()  # here, where a closed pipe can still be reported
+        code = command()
+        write_stdout("")  # flushes, here, where a failure can still be reported
         return code
-    except BrokenPipeError as error:
-        _leave_stdout()
-        return _fail(name, error, "stdout was closed before the end")
     except JaxserveError as error:
-        return _fail(name, error, str(error))
+        return _fail(title, error, str(error))
     except KeyboardInterrupt:
-        print(f"jaxserve {name}: interrupted", file=sys.stderr)
+        say(f"{title}: interrupted")
         return EXIT_INTERRUPTED
     except Exception as error:  # noqa: BLE001 - the last frame before the user: a traceback is no answer
-        return _fail(name, error, f"{type(error).__name__}: {error}")
+        return _fail(title, error, f"{type(error).__name__}: {error}")
 
 
-def _fail(name: str, error: Exception, message: str) -> int:
+def _fail(title: str, error: Exception, message: str) -> int:
+    with contextlib.suppress(OutputError):
+        write_stdout(
+            ""
+        )  # what a failed write left behind must not fail the interpreter's last flush
     logger.debug("where it came from:", exc_info=error)
-    print(f"jaxserve {name}: {' '.join(message.split())}", file=sys.stderr)
+    say(f"{title}: {' '.join(message.split())}")
     return EXIT_COULD_NOT_RUN
-
-
-def _leave_stdout() -> None:
-    """Points stdout at nothing, so that the interpreter's last flush cannot fail as well."""
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, sys.stdout.fileno())
-    os.close(nothing)

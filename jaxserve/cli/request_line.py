@@ -15,7 +15,7 @@ from typing import Any
 from jaxserve.cli.flags import SAMPLING_FIELDS
 from jaxserve.cli.run_input import MAX_LINE_BYTES
 from jaxserve.engine import derive_seed
-from jaxserve.errors import InvalidRequestError
+from jaxserve.errors import MAX_SHOWN_LENGTH, InvalidRequestError
 from jaxserve.request import SamplingParams
 
 PROMPT_FIELDS = ("prompt", "prompt_token_ids", "messages")
@@ -90,18 +90,21 @@ class LineParser:
             return RequestLine(index=index, id=line_id, error=error)
 
     def _fields(self, data: bytes) -> dict[str, Any]:
+        what = "prompt" if self._is_text else "line"
         if len(data) > MAX_LINE_BYTES:
             raise InvalidRequestError(
-                f"the line is longer than {MAX_LINE_BYTES} bytes", code="line_too_long"
+                f"the {what} is longer than {MAX_LINE_BYTES} bytes", code="line_too_long"
             )
         try:
             text = data.decode("utf-8")
         except UnicodeDecodeError as error:
             raise InvalidRequestError(
-                f"the line is not UTF-8: {error.reason} at byte {error.start}", code="invalid_utf8"
+                f"the {what} is not UTF-8: {error.reason} at byte {error.start}",
+                code="invalid_utf8",
             ) from None
         if not (text if self._is_text else text.strip()):
-            raise InvalidRequestError("the line is blank", param="prompt", code="blank_line")
+            how = "empty" if self._is_text else "blank"
+            raise InvalidRequestError(f"the {what} is {how}", param="prompt", code="blank_line")
         if not self._is_text:
             return _json_object(text)
         if self._is_chat:
@@ -192,13 +195,22 @@ def _prompt(fields: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(value, str) and name == "prompt":
         _require_unicode(name, value)
         return {"prompt": value}
-    if not isinstance(value, list) or any(type(item) is not int for item in value):
+    if not isinstance(value, list):
         wanted = "text or a list of token ids" if name == "prompt" else "a list of token ids"
-        kind = _kind(value)
-        if isinstance(value, list):
-            kind += f" with {next(_kind(item) for item in value if type(item) is not int)}"
-        raise InvalidRequestError(f"{name} must be {wanted}, got {kind}", param=name)
+        raise InvalidRequestError(f"{name} must be {wanted}, got {_kind(value)}", param=name)
+    for position, item in enumerate(value):
+        if type(item) is not int:
+            raise InvalidRequestError(
+                f"{name}[{position}] must be a token id (an integer), got {_as_json(item)}",
+                param=name,
+            )
     return {"prompt": value}
+
+
+def _as_json(value: object) -> str:
+    """A value as the line has it, cut where it would drown the message."""
+    text = json.dumps(value)
+    return text if len(text) <= MAX_SHOWN_LENGTH else f"{text[:MAX_SHOWN_LENGTH]}..."
 
 
 def _messages(value: object) -> list[dict[str, object]]:

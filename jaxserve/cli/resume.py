@@ -1,8 +1,10 @@
 """What makes `--resume` safe: who made an output, and how much of it is there.
 
-    OUTPUT.meta.json   the identity of the run: input, model, sampling flags and seed; written first
+    OUTPUT.meta.json   the identity of the run: input, model, sampling flags and seed, and what the engine
+                       could serve; written first
 
-`run` calls `check_identity` and `recover` before it writes. Invariant: no finished record is thrown
+`run` calls `check_identity` and `recover` before the model is loaded, `check_served` behind that, and only
+then `cut_torn`, the first that changes a file. Invariant: no finished record is thrown
 away unless the user said --overwrite, and no output ever mixes records of two different runs.
 """
 
@@ -15,18 +17,20 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.cli.arguments import UsageError
-from jaxserve.cli.run_output import OutputError, partial_path
+from jaxserve.cli.output_files import meta_path, partial_path, scratch_path
+from jaxserve.cli.standard_streams import write_error
+from jaxserve.engine import EngineStats
 
-FORMAT = 1
+FORMAT = 2
 _WAY_OUT = "give --overwrite, or another --output"
 _MODEL_SUFFIXES = (".json", ".jinja", ".safetensors", ".gguf")
 _SAMPLE_BYTES = 2**14
 _NUM_SAMPLES = 64
-
-
-def meta_path(output: Path) -> Path:
-    """Where the identity of the run that made an output is kept."""
-    return output.with_name(output.name + ".meta.json")
+_SERVED_FLAGS = {
+    "max_request_tokens": "--max_model_len, --num_pages or --kv_cache_gib",
+    "dtype": "--dtype",
+}
+_RECORD_START = b'{"index": '
 
 
 def model_fingerprint(model: Path) -> str:
@@ -70,12 +74,12 @@ def write_identity(output: Path, identity: Mapping[str, Any]) -> None:
         OutputError: it cannot be written.
     """
     path = meta_path(output)
-    scratch = path.with_name(path.name + ".tmp")
+    scratch = scratch_path(path)
     try:
         scratch.write_text(json.dumps({"format": FORMAT, **identity}, indent=2) + "\n", "utf-8")
         os.replace(scratch, path)
     except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror}") from None
+        raise write_error(str(path), error) from None
 
 
 def has_records(output: Path) -> bool:
@@ -98,22 +102,60 @@ def check_identity(
     Raises:
         UsageError: names what differs, with both values, and what can be done.
     """
+    found = _read_identity(output)
+    differences = list(_differences(found, identity, input_name))
+    if differences:
+        raise UsageError(f"cannot resume {output}: {', '.join(differences)}; {_WAY_OUT}")
+
+
+def served_by(stats: EngineStats) -> dict[str, Any]:
+    """What of a loaded engine decides what an output holds, beyond the flags: a part of the identity.
+
+    A request is clamped or refused by the smaller of the context and the page pool, and "auto" is
+    another dtype on another device.
+    """
+    num_slots = (stats.num_pages - 1) * stats.page_size  # page 0 is the null page
+    return {"max_request_tokens": min(stats.max_model_len, num_slots), "dtype": stats.dtype}
+
+
+def check_served(output: Path, served: Mapping[str, Any]) -> None:
+    """Refuses to continue an output on an engine that would answer otherwise.
+
+    Args:
+        output: the output; `check_identity` has let it pass.
+        served: by `served_by`.
+
+    Raises:
+        UsageError: names what differs, with both values and the flags to set.
+    """
+    found = _read_identity(output).get("served")
+    before = found if isinstance(found, dict) else {}
+    differences = [
+        f"{name}: {before.get(name)!r} then, {value!r} now; set {_SERVED_FLAGS[name]}"
+        for name, value in served.items()
+        if before.get(name) != value
+    ]
+    if differences:
+        raise UsageError(
+            f"cannot resume {output}: it was made by another engine ({', '.join(differences)}), or "
+            f"{_WAY_OUT}"
+        )
+
+
+def _read_identity(output: Path) -> dict[str, Any]:
     path = meta_path(output)
     try:
         found = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         raise UsageError(
             f"cannot resume {output}: {path.name} beside it, which tells how it was made, cannot be read;"
             f" {_WAY_OUT}"
         ) from None
-    wanted = {"format": FORMAT, **identity}
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise UsageError(
             f"cannot resume {output}: {path.name} was not written by this version; {_WAY_OUT}"
         )
-    differences = list(_differences(found, wanted, input_name))
-    if differences:
-        raise UsageError(f"cannot resume {output}: {', '.join(differences)}; {_WAY_OUT}")
+    return found
 
 
 def _differences(
@@ -142,11 +184,13 @@ class Recovered:
         next_index: lines whose record is in the output.
         waiting: index -> (offset, size in bytes) of records in the partial file.
         num_failed: how many of all these are error records.
+        sizes: of each file that ends in a torn line, the bytes before that line.
     """
 
     next_index: int = 0
     waiting: dict[int, tuple[int, int]] = field(default_factory=dict)
     num_failed: int = 0
+    sizes: dict[Path, int] = field(default_factory=dict)
 
     @property
     def num_done(self) -> int:
@@ -154,52 +198,81 @@ class Recovered:
         return self.next_index + len(self.waiting)
 
 
-def recover(output: Path) -> Recovered:
-    """Reads what is finished and cuts off a torn last line, from the output and from the partial file.
+def recover(output: Path, num_lines: int) -> Recovered:
+    """Reads what is finished, in the output and in the partial file; changes neither.
+
+    A last line without its newline that begins like a record is one that a kill has torn, to be done
+    again. Anything else that is no record was not written by a run and is not thrown away.
+
+    Args:
+        output: the output.
+        num_lines: of the input.
 
     Raises:
-        UsageError: the output holds something that this run cannot have written.
+        UsageError: a file holds something that this run cannot have written.
     """
-    next_index, num_failed, end = 0, 0, 0
-    for offset, size, record in _records(output):
-        if record is None:
-            end_of_file = output.stat().st_size
-            if offset + size < end_of_file:
-                raise UsageError(
-                    f"cannot resume {output}: its line {next_index + 1} is no record; {_WAY_OUT}"
-                )
-            break
+    next_index, num_failed = 0, 0
+    waiting: dict[int, tuple[int, int]] = {}
+    sizes: dict[Path, int] = {}
+    for _, _, record in _records(output, output, num_lines, sizes):
         if record["index"] != next_index:
             raise UsageError(
                 f"cannot resume {output}: its line {next_index + 1} holds index {record['index']};"
                 f" {_WAY_OUT}"
             )
-        next_index, end = next_index + 1, offset + size
+        next_index += 1
         num_failed += "error" in record
-    _cut(output, end)
-
-    waiting: dict[int, tuple[int, int]] = {}
-    partial, end = partial_path(output), 0
-    for offset, size, record in _records(partial):
-        if record is None:
-            break
-        end = offset + size
+    for offset, size, record in _records(output, partial_path(output), num_lines, sizes):
         if record["index"] >= next_index and record["index"] not in waiting:
             waiting[record["index"]] = (offset, size)
             num_failed += "error" in record
-    _cut(partial, end)
-    return Recovered(next_index=next_index, waiting=waiting, num_failed=num_failed)
+    return Recovered(next_index=next_index, waiting=waiting, num_failed=num_failed, sizes=sizes)
 
 
-def _records(path: Path) -> Iterator[tuple[int, int, dict[str, Any] | None]]:
-    """(offset, size in bytes, record) of each line of a file; the record is None where the line is none."""
+def cut_torn(recovered: Recovered) -> None:
+    """Cuts torn last lines off, so that records can be appended.
+
+    Raises:
+        OutputError: a file cannot be written.
+    """
+    for path, size in recovered.sizes.items():
+        try:
+            os.truncate(path, size)
+        except OSError as error:
+            raise write_error(str(path), error) from None
+
+
+def _records(
+    output: Path, path: Path, num_lines: int, sizes: dict[Path, int]
+) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """(offset, size in bytes, record) of each line of a file; a torn last line goes to `sizes`."""
     if not path.is_file():
         return
+    which = "its" if path == output else f"of {path.name} beside it,"
     offset = 0
     with open(path, "rb") as stream:
-        for data in stream:
-            yield offset, len(data), _record(data)
+        for number, data in enumerate(stream, start=1):
+            if not data.endswith(b"\n") and _is_torn_record(data):
+                sizes[path] = offset
+                return
+            record = _record(data)
+            if record is None:
+                raise UsageError(
+                    f"cannot resume {output}: {which} line {number} is no record; {_WAY_OUT}"
+                )
+            if not 0 <= record["index"] < num_lines:
+                raise UsageError(
+                    f"cannot resume {output}: {which} line {number} holds index {record['index']}, "
+                    f"the input has {num_lines} lines; {_WAY_OUT}"
+                )
+            yield offset, len(data), record
             offset += len(data)
+
+
+def _is_torn_record(data: bytes) -> bool:
+    """Whether a line without its newline is the beginning of a record, or space that was never filled."""
+    written = data.rstrip(b"\0")  # a power cut may leave a file longer than what reached the disk
+    return written.startswith(_RECORD_START) or _RECORD_START.startswith(written)
 
 
 def _record(data: bytes) -> dict[str, Any] | None:
@@ -207,12 +280,6 @@ def _record(data: bytes) -> dict[str, Any] | None:
         return None
     try:
         record = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) and type(record.get("index")) is int else None
-
-
-def _cut(path: Path, size: int) -> None:
-    """Shortens a file to its whole records."""
-    if path.is_file() and path.stat().st_size > size:
-        os.truncate(path, size)

@@ -1,8 +1,8 @@
 """`jaxserve run`: prompts in, text out; on the screen as it comes, or as JSON lines that survive anything.
 
-What happens in order: the command line and every file are checked, then the model is loaded, then the
-output is opened, then `BatchLoop` runs. So nothing that can be refused is refused late, and a failed
-start changes no file.
+What happens in order: the command line is checked, the output is locked, every file is checked, then the
+model is loaded, then the output is opened, then `BatchLoop` runs. So nothing that can be refused is
+refused late, a failed start changes no file, and no two runs write one output.
 """
 
 import io
@@ -10,7 +10,7 @@ import logging
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, TextIO
+from typing import Any
 
 from absl import flags
 
@@ -25,11 +25,14 @@ from jaxserve.cli.flags import (
     help_text,
     wants_help,
 )
+from jaxserve.cli.output_files import partial_path
+from jaxserve.cli.output_lock import OutputLock
 from jaxserve.cli.progress import make_progress
 from jaxserve.cli.request_line import LineParser
 from jaxserve.cli.run_input import RunInput, open_input, open_prompts
 from jaxserve.cli.run_job import RunJob
-from jaxserve.cli.run_output import OrderedWriter, OutputError, partial_path
+from jaxserve.cli.run_output import OrderedWriter
+from jaxserve.cli.standard_streams import write_error, write_stdout
 from jaxserve.cli.stop_signals import StopSignals
 from jaxserve.cli.text_printer import TextPrinter
 from jaxserve.config import EngineConfig
@@ -46,7 +49,7 @@ Each line, blank and broken ones too, gets one JSON line of output, in order:
    "num_output_tokens", "logprobs" if asked for}
   or {"index", "id", "error": {"message", "type", "param", "code"}}
 Finished lines that wait for a slower one are kept in OUTPUT.partial.jsonl; --resume goes on after a stop.
-exit code: 0 all good, 1 some lines failed, 2 could not run, 130 interrupted
+exit code: 0 all good, 1 some lines failed, 2 could not run, 130 or 143 stopped by SIGINT or SIGTERM
 """
 
 logger = logging.getLogger("jaxserve.cli")
@@ -95,23 +98,24 @@ def main(argv: Sequence[str]) -> int:
     values = run_flags()
     prompts = parse_arguments(argv, values)
     if wants_help(values):
-        print(help_text(USAGE, values))
+        write_stdout(help_text(USAGE, values) + "\n")
         return 0
     configure_logging(values.flag_values_dict()["verbosity"])
-    with StopSignals() as stop:
-        try:
-            return _run(RunJob.from_flags(values, prompts), stop)
-        except KeyboardInterrupt:
-            logger.warning("stopped by %s before anything was generated", stop.name)
-            return stop.exit_code
+    with StopSignals("before anything was generated") as stop:
+        job = RunJob.from_flags(values, prompts)
+        lock = OutputLock(job.output_file)
+        stop.clean_up_with(lock.release)
+        with lock:
+            return _run(job, lock, stop)
 
 
-def _run(job: RunJob, stop: StopSignals) -> int:
+def _run(job: RunJob, lock: OutputLock, stop: StopSignals) -> int:
     source = open_prompts(job.prompts) if job.prompts else open_input(job.input or "-")
     identity, recovered = _check_output(job, source)
     if job.resume and recovered.num_done:
         logger.info("resuming: %s", _done_before(job, source, recovered))
     if recovered.num_done and recovered.num_done == source.num_lines:
+        stop.defer()
         _move_the_last_records(job, recovered)
         return 1 if recovered.num_failed else 0
     parser = LineParser(
@@ -121,7 +125,9 @@ def _run(job: RunJob, stop: StopSignals) -> int:
         is_chat=job.is_chat,
     )
     llm = text_engine.load_llm(job.model, job.engine_options)
+    identity = _check_engine(job, identity, llm)
     stop.defer()
+    lock.keep()
     writer = _open_writer(job, identity, recovered)
     progress = make_progress(source.num_lines, recovered.num_done, prints_text=job.prints_text)
     printer = _open_printer(job, writer) if job.prints_text else None
@@ -189,7 +195,22 @@ def _check_output(job: RunJob, source: RunInput) -> tuple[dict[str, Any] | None,
         )
     input_name = "the prompts have" if job.prompts else "the input file has"
     resume.check_identity(file, identity, input_name=input_name)
-    return None, resume.recover(file)
+    assert source.num_lines is not None  # known with its hash
+    return None, resume.recover(file, source.num_lines)
+
+
+def _check_engine(
+    job: RunJob, identity: dict[str, Any] | None, llm: text_engine.TextEngine
+) -> dict[str, Any] | None:
+    """Adds what the engine can serve to a new output's identity; refuses an old one made by another."""
+    file = job.output_file
+    if file is None:
+        return None
+    served = resume.served_by(llm.engine.stats())
+    if identity is not None:
+        return {**identity, "served": served}
+    resume.check_served(file, served)
+    return None
 
 
 def _open_writer(
@@ -200,27 +221,23 @@ def _open_writer(
     file = job.output_file
     if file is None:
         return OrderedWriter.to_stream(job.output)
+    resume.cut_torn(recovered)
     if identity is not None:
         # Emptied first: a kill in between must not leave old records under a new identity.
         try:
             file.write_bytes(b"")
             partial_path(file).unlink(missing_ok=True)
         except OSError as error:
-            raise OutputError(f"cannot write {error.filename}: {error.strerror}") from None
+            raise write_error(str(error.filename), error) from None
         resume.write_identity(file, identity)
     return OrderedWriter.to_file(file, next_index=recovered.next_index, waiting=recovered.waiting)
 
 
 def _open_printer(job: RunJob, writer: OrderedWriter | None) -> TextPrinter:
     skipped = [i for i in range(len(job.prompts)) if writer is not None and writer.has(i)]
-    return TextPrinter(job.prompts, _text_stream(), skipped)
-
-
-def _text_stream() -> TextIO:
-    """stdout; a terminal without UTF-8 shows ? instead of failing."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
-    return sys.stdout
+        sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows ?
+    return TextPrinter(job.prompts, write_stdout, skipped)
 
 
 def _summarise(

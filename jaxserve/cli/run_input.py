@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from jaxserve.cli.arguments import UsageError
+from jaxserve.cli.standard_streams import is_stdin_closed
 
 MAX_LINE_BYTES = 64 * 2**20
 _CHUNK_BYTES = 2**20
@@ -84,8 +85,9 @@ class ReadyLines:
 class PipedLines:
     """Lines of a pipe, read by a thread, so that a slow writer does not hold up what is running."""
 
-    def __init__(self, stream: BinaryIO):
+    def __init__(self, stream: BinaryIO, name: str = "the input"):
         self.exhausted = False
+        self._name = name
         self._queue: queue.Queue[bytes | OSError | None] = queue.Queue(maxsize=_QUEUE_LINES)
         # A daemon: nobody can wake a read of a pipe that never closes, yet the process must end.
         threading.Thread(target=self._read, args=(stream,), daemon=True, name="input").start()
@@ -104,7 +106,7 @@ class PipedLines:
         except queue.Empty:
             return None
         if isinstance(line, OSError):
-            raise UsageError(f"cannot read the input: {line}")
+            raise UsageError(f"cannot read {self._name}: {line.strerror}")
         self.exhausted = line is None
         return line
 
@@ -131,27 +133,34 @@ def open_prompts(prompts: Sequence[str]) -> RunInput:
     return RunInput(lines=ReadyLines(iter(lines)), num_lines=len(lines), sha256=digest.hexdigest())
 
 
-def open_input(name: str) -> RunInput:
+def open_input(name: str, *, flag: str = "--input") -> RunInput:
     """Opens a file, or stdin for "-". A regular file is read once beforehand, for its hash and length.
+
+    Args:
+        name: a path, or "-".
+        flag: that named it, for messages.
 
     Raises:
         UsageError: it cannot be read.
     """
+    shown = f"{flag}={name}"
     if name == "-":
+        if is_stdin_closed():
+            raise UsageError(f"cannot read {shown}: stdin is closed")
         # Unbuffered: a thread that waits inside sys.stdin's buffer would keep the interpreter from ending.
-        return _piped(open(_STDIN, "rb", buffering=0, closefd=False))
+        return _piped(open(_STDIN, "rb", buffering=0, closefd=False), shown)
     path = Path(name)
     try:
         if path.exists() and not path.is_file() and not path.is_dir():
-            return _piped(open(path, "rb", buffering=0))
+            return _piped(open(path, "rb", buffering=0), shown)
         sha256, num_lines = _survey(path)
     except OSError as error:
-        raise UsageError(f"cannot read --input={name}: {error.strerror}") from None
+        raise UsageError(f"cannot read {shown}: {error.strerror}") from None
     return RunInput(lines=ReadyLines(_file_lines(path)), num_lines=num_lines, sha256=sha256)
 
 
-def _piped(stream: BinaryIO) -> RunInput:
-    return RunInput(lines=PipedLines(stream), num_lines=None, sha256=None)
+def _piped(stream: BinaryIO, shown: str) -> RunInput:
+    return RunInput(lines=PipedLines(stream, shown), num_lines=None, sha256=None)
 
 
 def _file_lines(path: Path) -> Iterator[bytes]:

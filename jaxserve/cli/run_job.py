@@ -10,7 +10,8 @@ from absl import flags
 from jaxserve.cli import resume
 from jaxserve.cli.arguments import UsageError
 from jaxserve.cli.flags import check_engine_options, engine_options, sampling_defaults
-from jaxserve.cli.run_output import is_stream
+from jaxserve.cli.output_files import appends_to_itself, check_output_file, is_stream
+from jaxserve.cli.standard_streams import is_stdout_closed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,15 +66,14 @@ class RunJob:
             )
         if self.resume and self.overwrite:
             raise UsageError("--resume and --overwrite exclude each other")
-        file = self.output_file
-        if self.resume and file is None:
+        if self.resume and self.output_file is None:
             raise UsageError("--resume needs an --output that is a file")
-        if file is None:
-            return
-        if file.is_dir() or not file.parent.is_dir():
-            raise UsageError(f"cannot write --output={file}: not a file in an existing directory")
-        if self.input and file.exists() and Path(self.input).exists() and file.samefile(self.input):
-            raise UsageError(f"--output={file} is the input itself")
+        if self.output_file is not None:
+            check_output_file(self.output_file, self.input)
+        elif self.input and self.output == "-" and appends_to_itself(self.input):
+            raise UsageError("stdout is the input itself")
+        if is_stdout_closed() and self.output in (None, "-"):
+            raise UsageError("cannot write stdout: it is closed; give --output=FILE")
 
     @property
     def output_file(self) -> Path | None:

@@ -21,20 +21,18 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import BinaryIO
 
+from jaxserve.cli.output_files import partial_path, scratch_path
 from jaxserve.cli.request_line import RequestLine
-from jaxserve.errors import InvalidRequestError, JaxserveError
+from jaxserve.cli.standard_streams import abandon, write_error
+from jaxserve.errors import InvalidRequestError
 from jaxserve.request import RequestOutput
 
+_STDOUT = "stdout"
 MAX_MESSAGE_LENGTH = 1000  # characters of an error record's message; a bad value may be megabytes
 # Legal inside a JSON string, but many readers take them for the end of a line.
 _LINE_BREAKS = {"\u2028": "\\u2028", "\u2029": "\\u2029", "\x85": "\\u0085"}
 
-
 logger = logging.getLogger("jaxserve.cli")
-
-
-class OutputError(JaxserveError):
-    """The output cannot be written."""
 
 
 def success_record(line: RequestLine, output: RequestOutput) -> dict[str, object]:
@@ -73,23 +71,13 @@ def encode_record(record: Mapping[str, object]) -> bytes:
         return json.dumps(record, allow_nan=False).encode("ascii") + b"\n"
 
 
-def partial_path(output: Path) -> Path:
-    """Where finished records wait for their turn."""
-    return output.with_name(output.name + ".partial.jsonl")
-
-
-def is_stream(output: str) -> bool:
-    """Whether an --output cannot be kept and continued: stdout, or a path that is a pipe or a device."""
-    path = Path(output)
-    return output == "-" or (path.exists() and not path.is_file() and not path.is_dir())
-
-
 class OrderedWriter(AbstractContextManager["OrderedWriter"]):
     """Puts records in input order.
 
     Args:
         output: where records go, unbuffered or flushed by us; at its end.
         partial: where records wait; readable and seekable.
+        name: of the output, for messages; "stdout" is not closed at the end.
         partial_file: its path, to remove it at the end; None when it has no name.
         next_index: the first line whose record is not in `output`.
         waiting: index -> (offset, size in bytes) of the records already in `partial`.
@@ -100,6 +88,7 @@ class OrderedWriter(AbstractContextManager["OrderedWriter"]):
         output: BinaryIO,
         partial: BinaryIO,
         *,
+        name: str,
         partial_file: Path | None = None,
         next_index: int = 0,
         waiting: Mapping[int, tuple[int, int]] | None = None,
@@ -107,19 +96,29 @@ class OrderedWriter(AbstractContextManager["OrderedWriter"]):
         self.next_index = next_index
         self._output = output
         self._partial = partial
+        self._name = name
         self._partial_file = partial_file
         self._waiting = dict(waiting or {})
         self._drain()
 
     @classmethod
     def to_stream(cls, output: str) -> "OrderedWriter":
-        """A writer to stdout ("-"), a pipe or a device."""
+        """A writer to stdout ("-"), a pipe or a device.
+
+        Raises:
+            OutputError: it cannot be opened.
+        """
         if output == "-":
             sys.stdout.flush()
             stream: BinaryIO = sys.stdout.buffer
+            name = _STDOUT
         else:
-            stream = open(output, "wb", buffering=0)  # noqa: SIM115 - open as long as the writer is
-        return cls(stream, tempfile.TemporaryFile(buffering=0))  # type: ignore[arg-type]
+            name = output
+            try:
+                stream = open(output, "wb", buffering=0)  # noqa: SIM115 - open as long as the writer is
+            except OSError as error:
+                raise write_error(output, error) from None
+        return cls(stream, tempfile.TemporaryFile(buffering=0), name=name)  # type: ignore[arg-type]
 
     @classmethod
     def to_file(
@@ -135,8 +134,15 @@ class OrderedWriter(AbstractContextManager["OrderedWriter"]):
             stream = open(output, "ab", buffering=0)  # noqa: SIM115 - as above
             partial = open(path, "a+b", buffering=0)  # noqa: SIM115
         except OSError as error:
-            raise OutputError(f"cannot write {error.filename}: {error.strerror}") from None
-        return cls(stream, partial, partial_file=path, next_index=next_index, waiting=waiting)
+            raise write_error(error.filename, error) from None
+        return cls(
+            stream,
+            partial,
+            name=str(output),
+            partial_file=path,
+            next_index=next_index,
+            waiting=waiting,
+        )
 
     @property
     def num_waiting(self) -> int:
@@ -156,8 +162,7 @@ class OrderedWriter(AbstractContextManager["OrderedWriter"]):
         """Takes the record of one line, once.
 
         Raises:
-            OutputError: it cannot be written (the disk is full, ...).
-            BrokenPipeError: nobody reads the output any more.
+            OutputError: it cannot be written (the disk is full, nobody reads it any more, ...).
         """
         data = encode_record(record)
         if index == self.next_index:
@@ -165,11 +170,11 @@ class OrderedWriter(AbstractContextManager["OrderedWriter"]):
             self._drain()
         else:
             offset = self._partial.seek(0, os.SEEK_END)
-            self._write(self._partial, data)
+            self._write(self._partial, data, str(self._partial_file or "a temporary file"))
             self._waiting[index] = (offset, len(data))
 
     def _append(self, data: bytes) -> None:
-        self._write(self._output, data)
+        self._write(self._output, data, self._name)
         self.next_index += 1
 
     def _drain(self) -> None:
@@ -183,23 +188,23 @@ class OrderedWriter(AbstractContextManager["OrderedWriter"]):
         if not self._waiting:
             self._partial.truncate(0)
 
-    def _write(self, stream: BinaryIO, data: bytes) -> None:
+    def _write(self, stream: BinaryIO, data: bytes, name: str) -> None:
         try:
             view = memoryview(data)
             while view:
                 view = view[stream.write(view) :]
             stream.flush()
-        except BrokenPipeError:
-            raise
         except OSError as error:
-            raise OutputError(f"cannot write the output: {error.strerror}") from None
+            if stream is self._output and name == _STDOUT:
+                abandon(sys.stdout)
+            raise write_error(name, error) from None
 
     def close(self) -> None:
         """Closes the files; the partial file keeps only what still waits, and goes when nothing does."""
-        if self._output is not sys.stdout.buffer:
+        if self._name != _STDOUT:
             self._output.close()
         if self._partial_file is not None:
-            scratch = self._partial_file.with_name(self._partial_file.name + ".tmp")
+            scratch = scratch_path(self._partial_file)
             if self._waiting:
                 self._compact(self._partial_file, scratch)
             else:

@@ -4,8 +4,7 @@ The first unfinished prompt is live; what the others produce meanwhile is kept a
 turn comes. One prompt: its text and nothing else. Several: each text under its prompt.
 """
 
-from collections.abc import Collection, Sequence
-from typing import TextIO
+from collections.abc import Callable, Collection, Sequence
 
 
 class TextPrinter:
@@ -13,13 +12,15 @@ class TextPrinter:
 
     Args:
         prompts: in the order in which they are printed.
-        stream: where to.
+        write: prints text at once.
         skipped: indices of prompts that an earlier run did: nothing will come for them.
     """
 
-    def __init__(self, prompts: Sequence[str], stream: TextIO, skipped: Collection[int] = ()):
+    def __init__(
+        self, prompts: Sequence[str], write: Callable[[str], None], skipped: Collection[int] = ()
+    ):
         self._prompts = prompts
-        self._stream = stream
+        self._write = write
         self._skipped = skipped
         self._current = 0
         self._is_first = True
@@ -56,5 +57,4 @@ class TextPrinter:
         self._print("".join(self._texts.pop(index, ())))
 
     def _print(self, text: str) -> None:
-        self._stream.write(text)
-        self._stream.flush()
+        self._write(text)

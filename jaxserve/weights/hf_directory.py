@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 from safetensors.numpy import save_file
 
-from jaxserve.errors import CheckpointError
+from jaxserve.errors import CheckpointError, shown
 from jaxserve.model_config import ModelConfig
 from jaxserve.weights.checkpoint import Checkpoint
 from jaxserve.weights.safetensors import INDEX_NAME, find_shards
@@ -109,7 +109,7 @@ def _chat_template(directory: Path, tokenizer_config: Mapping[str, Any]) -> str 
         stored = named.get("default")
     if stored is not None and not isinstance(stored, str):
         raise CheckpointError(
-            f"{directory / 'tokenizer_config.json'}: chat_template must be a string, got {stored!r}"
+            f"{directory / 'tokenizer_config.json'}: chat_template must be a string, got {shown(stored)}"
         )
     return stored
 

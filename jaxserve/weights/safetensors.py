@@ -24,7 +24,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jaxserve.errors import CheckpointError
+from jaxserve.errors import CheckpointError, shown
 from jaxserve.weights.checkpoint import TensorInfo
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -130,14 +130,14 @@ def _is_size(value: object) -> bool:
 def _entry(path: Path, name: str, row: object, start: int) -> _Entry:
     where = f"{path}: tensor {name!r}"
     if not isinstance(row, dict):
-        raise CheckpointError(f"{where}: expected an object in the header, found {row!r}")
+        raise CheckpointError(f"{where}: expected an object in the header, found {shown(row)}")
     dtype, shape, offsets = row.get("dtype"), row.get("shape"), row.get("data_offsets")
-    if dtype not in _BITS:
-        raise CheckpointError(f"{where}: unknown dtype {dtype!r}")
+    if not isinstance(dtype, str) or dtype not in _BITS:
+        raise CheckpointError(f"{where}: unknown dtype {shown(dtype)}")
     if not (isinstance(shape, list) and all(_is_size(n) for n in shape)):
-        raise CheckpointError(f"{where}: shape must be a list of sizes, found {shape!r}")
+        raise CheckpointError(f"{where}: shape must be a list of sizes, found {shown(shape)}")
     if not (isinstance(offsets, list) and len(offsets) == 2 and all(_is_size(n) for n in offsets)):
-        raise CheckpointError(f"{where}: data_offsets must be [begin, end], found {offsets!r}")
+        raise CheckpointError(f"{where}: data_offsets must be [begin, end], found {shown(offsets)}")
     num_elements = 1
     for n in shape:  # Python ints: a product that overflows 64 bits cannot wrap to a small one
         num_elements *= n
@@ -241,10 +241,15 @@ def _open_indexed(directory: Path, index_path: Path) -> SafetensorsSource:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{index_path}: not JSON ({error})") from None
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
-    if not (isinstance(weight_map, dict) and all(isinstance(v, str) for v in weight_map.values())):
+    if not isinstance(weight_map, dict):
         raise CheckpointError(
-            f"{index_path}: weight_map must map tensor names to file names, got {weight_map!r}"
+            f"{index_path}: weight_map must map tensor names to file names, got {shown(weight_map)}"
         )
+    for tensor, file in weight_map.items():
+        if not isinstance(file, str):
+            raise CheckpointError(
+                f"{index_path}: weight_map[{tensor!r}] must be a file name, got {shown(file)}"
+            )
     names = sorted(set(weight_map.values()))
     for name in names:
         if Path(name).name != name or not name.endswith(".safetensors"):

@@ -96,6 +96,6 @@ def load_fake(model: str, options: Mapping[str, object]) -> FakeLLM:
 
 
 if __name__ == "__main__":
-    FakeLLM.step_s, FakeLLM.load_s = float(sys.argv[1]), float(sys.argv[2])
+    FakeLLM.step_s, FakeLLM.load_s = float(sys.argv.pop(1)), float(sys.argv.pop(1))
     text_engine.load_llm = load_fake
-    raise SystemExit(main(sys.argv[3:]))
+    raise SystemExit(main())

@@ -93,7 +93,9 @@ def test_everything_behind_two_dashes_is_text():
         ("--max-tokens", ["--max_tokens needs a value"]),
         ("--page-size=big", ['flag --page_size=big: must be an integer or "auto"']),
         ("--dtype=float16", ["dtype", "float32|bfloat16"]),
-        ("--ignore-eos=maybe", ["ignore_eos", "maybe"]),
+        ("--ignore-eos=maybe", ["flag --ignore_eos=maybe: must be true or false"]),
+        ("--temperature 0", ["unknown flag", "use --temperature=0, or two lines in a flagfile"]),
+        ("--max-tokens\t5", ["use --max-tokens=5, or two lines"]),
         ("--no-ignore-eos=1", ["--no-ignore-eos takes no value"]),
         ("--no-max-tokens", ["unknown flag '--no-max-tokens'"]),
         ("--flagfile=/no/such/file", ["--flagfile=/no/such/file", "No such file"]),
@@ -130,6 +132,9 @@ def test_later_arguments_beat_a_flagfile_and_mistakes_in_it_name_it(tmp_path: Pa
     assert parse("--max-tokens=6", f"--flagfile={file}")[0]["max_tokens"] == 5
     file.write_text("--max-tokns=5\n")
     with pytest.raises(UsageError, match=r"a\.flags: unknown flag '--max-tokns'"):
+        parse(f"--flagfile={file}")
+    file.write_text("--max-tokens 5\n")
+    with pytest.raises(UsageError, match=r"a\.flags: .*; use --max-tokens=5, or two lines"):
         parse(f"--flagfile={file}")
     file.write_text(f"--flagfile={file}\n")
     with pytest.raises(UsageError, match="includes itself"):

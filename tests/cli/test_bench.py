@@ -141,3 +141,25 @@ def test_the_same_arm_twice_is_refused(made, model, tmp_path, capsys):
     assert main(["bench", "offline", *flags]) == 2
     assert "--scheduling must name different arms" in capsys.readouterr().err
     assert Path(workload).exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--output={workload}"], ["--output=", "is the workload itself"]),
+        (["--outputs={workload}"], ["--outputs=", "is the workload itself"]),
+        (["--output=o", "--outputs=./o"], ["--output and --outputs are the same file"]),
+        (["--workload=/no/such"], ["cannot read --workload=/no/such: No such file"]),
+    ],
+)
+def test_files_that_cannot_be_what_they_are_asked_to_be(
+    made, model, tmp_path, capsys, flags, words
+):
+    workload = write_lines(tmp_path / "w.jsonl", LINES)
+    before = workload.read_bytes()
+    given = [flag.format(workload=workload) for flag in flags]
+    assert main(["bench", "offline", f"--model={model}", f"--workload={workload}", *given]) == 2
+    err = capsys.readouterr().err
+    assert all(word in err for word in words), err
+    assert workload.read_bytes() == before
+    assert made == []

@@ -1,8 +1,10 @@
 """The command line on a real (tiny) model, as a user starts it: in processes of their own."""
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ def cache_dir(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("xla")
 
 
-def jaxserve(cache_dir: Path, *arguments: str, code: int = 0) -> str:
+def command_line(cache_dir: Path, *arguments: str) -> list[str]:
     command, *rest = arguments
     kind = [rest.pop(0)] if command == "bench" else []
     flags = [
@@ -26,11 +28,12 @@ def jaxserve(cache_dir: Path, *arguments: str, code: int = 0) -> str:
         f"--compilation-cache-dir={cache_dir}",
         *ENGINE_FLAGS,
     ]
+    return [sys.executable, "-m", "jaxserve", command, *kind, *flags, *rest]
+
+
+def jaxserve(cache_dir: Path, *arguments: str, code: int = 0) -> str:
     process = subprocess.run(
-        [sys.executable, "-m", "jaxserve", command, *kind, *flags, *rest],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
+        command_line(cache_dir, *arguments), cwd=ROOT, capture_output=True, text=True
     )
     assert process.returncode == code, process.stderr
     assert "Traceback" not in process.stderr
@@ -66,3 +69,42 @@ def test_bench_compiles_nothing_and_both_arms_generate_as_much(cache_dir, tmp_pa
         assert arm["compiles_after_warmup"] == 0
         assert arm["num_output_tokens"] == sum(len(r["output_ids"]) for r in read_records(outputs))
         assert arm["output_tokens_per_s"] > 0
+
+
+@pytest.mark.parametrize("share", [0, 0.15, 0.3, 0.45, 0.6, 0.75])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_at_any_time_of_the_start_ends_it_cleanly(
+    cache_dir, tmp_path, load_s, signum, share
+):
+    output = tmp_path / "out.jsonl"
+    process = subprocess.Popen(
+        command_line(cache_dir, "run", "--max-tokens=9", f"--output={output}", *["hello"] * 20),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not output.exists():  # locked: from here on signals are held
+        time.sleep(0.005)
+    time.sleep(load_s * share)
+    process.send_signal(signum)
+    sent = time.monotonic()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signum, err
+    assert "Traceback" not in err
+    assert "Exception ignored" not in err
+    if err.endswith(f"stopped by {signum.name} before anything was generated\n"):
+        assert time.monotonic() - sent < 2
+        assert list(tmp_path.iterdir()) == []
+    else:
+        assert f"stopped by {signum.name}: " in err
+        assert err.endswith("the same command with --resume goes on\n")
+
+
+@pytest.fixture(scope="module")
+def load_s(cache_dir) -> float:
+    """Seconds from the start of a process to its end, with everything compiled before."""
+    jaxserve(cache_dir, "run", "--max-tokens=1", "hello")
+    started = time.monotonic()
+    jaxserve(cache_dir, "run", "--max-tokens=1", "hello")
+    return time.monotonic() - started

@@ -93,10 +93,14 @@ BAD_LINES = [
     ({}, "a prompt or messages is needed", "prompt", None),
     ({"prompt": None}, "a prompt or messages is needed", "prompt", None),
     ({"prompt": 5}, "prompt must be text or a list of token ids, got a number", "prompt", None),
-    ({"prompt": ["a"]}, "got an array with a string", "prompt", None),
-    ({"prompt": [1, True]}, "got an array with a boolean", "prompt", None),
-    ({"prompt": [1, 2.5]}, "got an array with a number", "prompt", None),
-    ({"prompt": [[1]]}, "got an array with an array", "prompt", None),
+    ({"prompt": ["a"]}, 'prompt[0] must be a token id (an integer), got "a"', "prompt", None),
+    ({"prompt": [1, True]}, "prompt[1] must be a token id (an integer), got true", "prompt", None),
+    ({"prompt": [1, 2.5]}, "prompt[1] must be a token id (an integer), got 2.5", "prompt", None),
+    ({"prompt": [1.0]}, "prompt[0] must be a token id (an integer), got 1.0", "prompt", None),
+    ('{"prompt": [3, NaN]}', "prompt[1] must be a token id (an integer), got NaN", "prompt", None),
+    ({"prompt": ["x" * 999]}, 'got "' + "x" * 99 + "...", "prompt", None),
+    ({"prompt_token_ids": [None]}, "prompt_token_ids[0] must be", "prompt_token_ids", None),
+    ({"prompt": [[1]]}, "prompt[0] must be a token id (an integer), got [1]", "prompt", None),
     ({"prompt_token_ids": "a"}, "prompt_token_ids must be a list", "prompt_token_ids", None),
     ({"prompt": "a", "messages": [{}]}, "exclude each other", "messages", None),
     ({"messages": []}, "got an empty array", "messages", None),
@@ -124,6 +128,13 @@ def test_bad_lines_are_named(data, message, param, code):
     assert line.error is not None
     assert message in line.error.message
     assert (line.error.param, line.error.code) == (param, code)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"), [("", "the prompt is empty"), (b"\xff", "the prompt is not UTF-8")]
+)
+def test_a_bad_prompt_is_called_a_prompt(data, message):
+    assert parse_one(data, is_text=True).error.message.startswith(message)
 
 
 def test_a_bad_line_keeps_its_id():

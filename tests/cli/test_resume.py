@@ -3,15 +3,16 @@
 import pytest
 
 from jaxserve.cli.arguments import UsageError
+from jaxserve.cli.output_files import meta_path, partial_path
 from jaxserve.cli.resume import (
     check_identity,
+    cut_torn,
     has_records,
-    meta_path,
     model_fingerprint,
     recover,
     write_identity,
 )
-from jaxserve.cli.run_output import encode_record, partial_path
+from jaxserve.cli.run_output import encode_record
 
 IDENTITY = {
     "input": {"sha256": "aa", "is_text": False},
@@ -87,11 +88,58 @@ def test_has_records(tmp_path):
     assert has_records(output)
 
 
-@pytest.mark.parametrize("bad", [b"{}\n", b"garbage\n", b'{"index": true}\n', b'{"index": 5}\n'])
+BAD = [b"{}\n", b"garbage\n", b'{"index": true}\n', b'{"index": 5}\n', b'{"index": -1}\n']
+
+
+@pytest.mark.parametrize("bad", [*BAD, b"[" * 100_000 + b"\n"])
 def test_an_output_that_no_run_can_have_written_is_not_touched(tmp_path, bad):
     output = tmp_path / "o.jsonl"
     content = encode_record({"index": 0}) + bad + encode_record({"index": 2})
     output.write_bytes(content)
     with pytest.raises(UsageError, match=r"its line 2 .*; give --overwrite"):
-        recover(output)
+        recover(output, 9)
     assert output.read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    "last", [b"hello\n", b"hello", b"\n", b'{"id": 3', b'{"index": "x"}\n', b'"']
+)
+def test_a_last_line_that_is_no_torn_record_is_not_thrown_away(tmp_path, last):
+    output = tmp_path / "o.jsonl"
+    for path, words in (
+        (output, "its line 1 is no record"),
+        (partial_path(output), r"o\.jsonl\.partial\.jsonl beside it, line 1 is no record"),
+    ):
+        path.write_bytes(last)
+        with pytest.raises(UsageError, match=words):
+            recover(output, 9)
+        assert path.read_bytes() == last
+        path.unlink()
+
+
+@pytest.mark.parametrize("size", [1, 5, 11, 12, 13, 30])
+@pytest.mark.parametrize("tail", [b"", b"\0" * 7])
+def test_a_torn_record_is_cut_off_when_it_is_time(tmp_path, size, tail):
+    output = tmp_path / "o.jsonl"
+    torn = encode_record({"index": 10, "text": "x" * 50})[:size] + tail
+    whole = encode_record({"index": 0, "error": {}})
+    output.write_bytes(whole + torn)
+    partial_path(output).write_bytes(torn)
+    found = recover(output, 20)
+    assert (found.next_index, found.num_failed, found.waiting) == (1, 1, {})
+    assert output.read_bytes() == whole + torn, "reading changed the file"
+    cut_torn(found)
+    assert output.read_bytes() == whole
+    assert partial_path(output).read_bytes() == b""
+
+
+def test_more_records_than_lines_are_refused(tmp_path):
+    output = tmp_path / "o.jsonl"
+    output.write_bytes(encode_record({"index": 0}) + encode_record({"index": 1}))
+    assert recover(output, 2).num_done == 2
+    with pytest.raises(UsageError, match="its line 2 holds index 1, the input has 1 line"):
+        recover(output, 1)
+    output.unlink()
+    partial_path(output).write_bytes(encode_record({"index": 4}))
+    with pytest.raises(UsageError, match="line 1 holds index 4, the input has 4 lines"):
+        recover(output, 4)

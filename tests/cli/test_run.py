@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.cli.resume import meta_path
-from jaxserve.cli.run_output import partial_path
+from jaxserve.cli.output_files import meta_path, partial_path
 from tests.cli.conftest import read_records
 from tests.cli.fake_llm import BREAKS_THE_ENGINE, encode, expected_text
 from tests.fakes import expected_tokens
@@ -48,7 +47,7 @@ def test_a_prompt_that_fails_is_said_and_the_others_go_on(run, capsys):
     captured = capsys.readouterr()
     assert expected_text("ok", 3) in captured.out
     assert "prompt 1: " in captured.err
-    assert "prompt 3: the line is blank" in captured.err
+    assert "prompt 3: the prompt is empty" in captured.err
 
 
 def test_chat_wraps_prompts(run, capsys):
@@ -334,6 +333,42 @@ def test_resume_refuses_another_run_by_name(run, model, tmp_path, capsys, change
         assert len(read_records(output)) == 2
 
 
+def test_resume_refuses_an_engine_that_would_answer_otherwise(run, tmp_path, capsys):
+    lines = [{"prompt": "a", "max_tokens": 100}] * 2
+    source, output = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    flags = [f"--input={source}", f"--output={output}"]
+    assert run(*flags, "--num-pages=9") == 0
+    records = output.read_bytes().splitlines(keepends=True)
+    torn = records[0] + records[1][:9]
+    output.write_bytes(torn)
+    files = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    for num_pages, now in ((300, 128), (5, 16)):
+        capsys.readouterr()
+        assert run(*flags, "--resume", f"--num-pages={num_pages}") == 2
+        err = capsys.readouterr().err
+        assert f"max_request_tokens: 32 then, {now} now; set --max_model_len, --num_pages" in err
+        assert "--overwrite" in err
+        found = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+        assert found == files, "a refused resume changed a file"
+    assert run(*flags, "--resume", "--num-pages=9") == 0
+    assert output.read_bytes() == b"".join(records)
+
+
+def test_resume_refuses_another_dtype_that_auto_chose(run, tmp_path, capsys):
+    source = write_lines(tmp_path / "in.jsonl", [{"prompt": "a"}, {"prompt": "b"}])
+    output = tmp_path / "out.jsonl"
+    flags = [f"--input={source}", f"--output={output}", "--max-tokens=2"]
+    assert run(*flags) == 0
+    output.write_bytes(output.read_bytes().splitlines(keepends=True)[0])
+    meta = json.loads(meta_path(output).read_text())
+    dtype = meta["served"]["dtype"]
+    meta["served"]["dtype"] = "float8"
+    meta_path(output).write_text(json.dumps(meta))
+    capsys.readouterr()
+    assert run(*flags, "--resume") == 2
+    assert f"dtype: 'float8' then, '{dtype}' now; set --dtype" in capsys.readouterr().err
+
+
 def test_resume_needs_an_input_that_stays(start, tmp_path):
     process = start(0.0, "--input=-", f"--output={tmp_path}/o.jsonl", "--resume")
     _, err = process.communicate("", timeout=30)
@@ -364,8 +399,10 @@ def test_a_broken_engine_loses_nothing_that_was_finished(run, tmp_path, capsys):
 
 def test_a_failed_start_changes_no_file(run, model, tmp_path):
     source, output = write_lines(tmp_path / "in.jsonl", [{"prompt": "a"}]), tmp_path / "out.jsonl"
-    output.write_text('{"index": 0}\n')
     flags = [f"--input={source}", f"--output={output}", "--overwrite"]
+    assert run(*flags, "--num-pages=1") == 2
+    assert not output.exists(), "the file that was locked stays"
+    output.write_text('{"index": 0}\n')
     assert run(*flags, "--num-pages=1") == 2
     model.joinpath("config.json").unlink()
     model.joinpath("model.safetensors").unlink()
@@ -380,7 +417,7 @@ def test_a_full_disk_ends_with_a_clear_line(run, tmp_path, capsys):
         pytest.skip("needs /dev/full")
     source = write_lines(tmp_path / "in.jsonl", [{"prompt": "a"}])
     assert run(f"--input={source}", "--output=/dev/full") == 2
-    assert "jaxserve run: cannot write the output: No space left" in capsys.readouterr().err
+    assert "jaxserve run: cannot write /dev/full: No space left" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flags", [["--output=-", "--max-tokens=3"], ["--max-tokens=99"]])

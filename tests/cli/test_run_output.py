@@ -9,15 +9,14 @@ import pytest
 from hypothesis import given
 
 from jaxserve.cli import run_output
+from jaxserve.cli.output_files import OutputError, partial_path
 from jaxserve.cli.request_line import RequestLine
-from jaxserve.cli.resume import recover
+from jaxserve.cli.resume import cut_torn, recover
 from jaxserve.cli.run_output import (
     MAX_MESSAGE_LENGTH,
     OrderedWriter,
-    OutputError,
     encode_record,
     error_record,
-    partial_path,
     success_record,
 )
 from jaxserve.errors import InvalidRequestError
@@ -30,7 +29,8 @@ def record(index: int, **fields: object) -> dict[str, object]:
 
 
 def open_writer(output: Path) -> OrderedWriter:
-    found = recover(output)
+    found = recover(output, 8)
+    cut_torn(found)
     return OrderedWriter.to_file(output, next_index=found.next_index, waiting=found.waiting)
 
 
@@ -99,7 +99,7 @@ def test_a_partial_file_that_cannot_be_rewritten_stays_as_it_is(tmp_path, monkey
     monkeypatch.setattr(run_output.os, "replace", full)
     writer.close()
     assert partial_path(output).read_bytes() == before
-    assert recover(output).num_done == 3
+    assert recover(output, 8).num_done == 3
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         output.name,
         partial_path(output).name,
@@ -121,7 +121,7 @@ def test_failed_lines_are_counted_in_both_files(tmp_path):
     output = tmp_path / "o.jsonl"
     output.write_bytes(encode_record(record(0, error={})) + encode_record(record(1)))
     partial_path(output).write_bytes(encode_record(record(3, error={})))
-    assert recover(output).num_failed == 2
+    assert recover(output, 8).num_failed == 2
 
 
 def test_records_are_valid_json_on_one_line():

@@ -4,13 +4,15 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from jaxserve.cli.run_output import partial_path
-from tests.cli.conftest import read_records
+from jaxserve.cli.output_files import partial_path
+from tests.cli.conftest import ROOT, read_records
 from tests.cli.fake_llm import expected_text
 from tests.cli.test_run import write_lines
 
@@ -52,7 +54,7 @@ def test_a_signal_keeps_what_is_finished_and_resume_does_the_rest(
     process = start(STEP_S, *flags)
     wait_for(partial_path(output), 3)
     process.send_signal(signum)
-    process.send_signal(signal.SIGINT)  # a second one does no harm
+    process.send_signal(signum)  # an echo, as `timeout` sends one, does no harm
     _, err = process.communicate(timeout=30)
     assert process.returncode == code, err
     assert "Traceback" not in err
@@ -104,6 +106,59 @@ def test_a_signal_while_the_model_loads_stops_at_once(start, flags, tmp_path):
     assert not (tmp_path / "out.jsonl").exists()
 
 
+def test_a_signal_while_a_new_output_is_locked_leaves_no_file(start, flags, tmp_path):
+    before = sorted(tmp_path.iterdir())
+    process = start(0, *flags, load_s=60)
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "out.jsonl").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == 143
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_second_signal_ends_it_at_once_and_resume_goes_on(start, flags, tmp_path):
+    output = tmp_path / "out.jsonl"
+    process = start(1, *flags)  # the first signal waits for the step
+    wait_for(output.with_name("out.jsonl.meta.json"), 1)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.1)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode in (130, 143), err
+    process = start(0, *flags, "--resume")
+    process.communicate(timeout=30)
+    assert process.returncode == 0
+    check_whole(output)
+
+
+@pytest.mark.parametrize("flags", [["--output=-"], []])
+def test_a_stdout_that_nobody_reads_does_not_hold_it(start, flags):
+    process = start(0, *flags, "--max-tokens=100", *["hello"] * 200)
+    time.sleep(3)
+    assert process.poll() is None, "the pipe was never full"
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=5) == 130
+    assert "stopped by SIGINT at once, by a second signal\n" in process.stderr.read()
+
+
+def test_signals_at_the_very_end_change_no_exit_code(start):
+    process = start(0.005, "--max-tokens=5", "hello")
+    assert process.stdout.read(1)
+    codes = set()
+    for _ in range(10_000):
+        process.send_signal(signal.SIGTERM)
+        if process.poll() is not None:
+            break
+        time.sleep(0.0005)
+    codes.add(process.wait(timeout=30))
+    assert codes <= {0, 143}
+
+
 def test_a_stopped_prompt_counts_both_its_prompt_and_its_output(start):
     process = start(0.05, "--max-tokens=100", "hello")
     process.stdout.read(3)
@@ -141,3 +196,22 @@ def test_resume_counts_ids_of_lines_that_were_done(start, tmp_path):
     process.communicate(timeout=30)
     assert process.returncode == 1
     assert output.read_bytes() == first
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_bench_at_once(model, tmp_path, signum):
+    workload = write_lines(tmp_path / "w.jsonl", LINES)
+    program = [sys.executable, "-m", "tests.cli.fake_llm", "0", "60", "bench", "offline"]
+    process = subprocess.Popen(
+        [*program, f"--model={model}", f"--workload={workload}", f"--output={tmp_path}/o.json"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    time.sleep(3)
+    process.send_signal(signum)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 128 + signum, err
+    assert (out, err) == ("", f"stopped by {signum.name} before the measurement was done\n")
+    assert not (tmp_path / "o.json").exists()

@@ -178,6 +178,10 @@ def test_llama3_rope_scaling_is_recovered_from_the_divisors(tmp_path):
         ({"split.count": 2}, r"split\.count must be 1"),
         ({"tokenizer.ggml.model": "llama"}, r"tokenizer\.ggml\.model must be 'gpt2'.*got 'llama'"),
         (
+            {"llama.block_count": 10**9},
+            r"num_hidden_layers must be an integer in \[1, 1024\], got 1000000000",
+        ),
+        (
             {"tokenizer.ggml.model": "gpt2"},
             r"tokenizer\.ggml\.pre must be one of gpt-2, smollm, got None",
         ),

@@ -167,3 +167,21 @@ def test_c34_a_broken_index_is_named(tmp_path, text):
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"index\.json"):
         find_shards(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (5, r"weight_map\['b'\] must be a file name, got 5"),
+        (None, r"weight_map\['b'\] must be a file name, got None"),
+        (["x" * 10_000], r"weight_map\['b'\] must be a file name, got \['x{50}"),
+    ],
+)
+def test_c34_a_bad_entry_of_the_index_is_named_alone(tmp_path, entry, message):
+    names = {f"good{i}": ONE for i in range(1000)}
+    index = {"weight_map": {**names, "b": entry}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=message) as caught:
+        find_shards(tmp_path)
+    assert "good" not in str(caught.value)
+    assert len(str(caught.value)) < len(str(tmp_path)) + 300
