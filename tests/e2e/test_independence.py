@@ -104,6 +104,8 @@ def test_c17_seeded_draws_do_not_depend_on_the_batch():
     for _ in range(3):
         llm.step()
     assert drawn([prompt], seeded, 0) == solo
+    while llm.has_work():
+        assert {output.request_id for output in llm.step()} <= {"early"}
 
 
 def test_c17_seed_edges_and_unseeded_variety():
