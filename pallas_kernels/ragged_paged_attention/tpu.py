@@ -241,10 +241,14 @@ def vmem_bytes(plan: Plan) -> int:
     return sum(sizes) + 6 * scores + 12 * keys
 
 
+def smem_bytes(num_rows: int, pages_per_row: int, num_kv_heads: int) -> int:
+    """SMEM that a call's scalars take: the page table, what else there is a row, the scales."""
+    return 4 * (num_rows * pages_per_row + 3 * num_rows + 5 + 2 * num_kv_heads)
+
+
 def check_smem(num_rows: int, pages_per_row: int, num_kv_heads: int) -> None:
     """Raise ValueError unless the scalars of a call (page table, lengths, scales) fit in SMEM."""
-    table = 4 * num_rows * pages_per_row
-    needed = table + 4 * (3 * num_rows + 5 + 2 * num_kv_heads)
+    needed = smem_bytes(num_rows, pages_per_row, num_kv_heads)
     if needed > SMEM_LIMIT_BYTES:
         raise ValueError(
             f"page_table: {num_rows} rows of {pages_per_row} pages take {needed} bytes of SMEM with "

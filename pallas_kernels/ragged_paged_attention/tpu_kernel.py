@@ -306,8 +306,8 @@ class _Kernel:
     def start_tile(self, tile: _Tile, slot):
         """Start fetching a tile's queries and its first block.
 
-        Without a window or at index 0 the tile's size changes nothing but the end of the block, and
-        `live_tokens` bounds that: so a single-token row may be started as a larger tile.
+        A row's first tile may be started without knowing whether the row has one token or more:
+        with index 0 the size matters only for ends, and those are bounded by what the row has.
         """
         self.fetch_block(tile, self.blocks(tile)[0], slot)
         self.copy_q(tile).start()
