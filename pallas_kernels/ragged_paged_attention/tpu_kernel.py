@@ -15,9 +15,8 @@ Invariants:
 - Positions are counted from a row's first page (`kv_lens - kv_starts`): attention depends on
   differences of positions alone, so the kernel never sees where a row's pages begin.
 - A tile fetches only pages in which it sees a key, so entries of freed pages are never followed.
-- `kv_buf` holds finite numbers only: zeros at first, then pages whose slots past the row's end are
-  cleared after they arrive. So a masked key has weight exp(NEG - top) = 0 and 0 * value = 0, and
-  values need no mask.
+- What a tile does not see may be anything, NaN of another row included: scores are masked per key,
+  and values outside the tile's range are zeroed, as 0 * NaN is NaN.
 
 Source: online softmax, Milakov and Gimelshein 2018; FlashAttention-2, Dao 2023; ragged rows of a
 mixed batch in one TPU kernel, Ragged Paged Attention (jax, tpu-inference).
@@ -226,23 +225,12 @@ class _Kernel:
         lax.fori_loop(first, end, one_page, None)
 
     def wait_block(self, tile: _Tile, block, slot):
-        """Wait until a block is there, then clear its slots past the row's end."""
+        """Wait until a block's pages are there."""
         r, page = self.refs, self.plan.page_size
         first, end = self.page_range(tile, block)
         # A wait counts bytes: one for as many bytes as all the pages have.
         everything = r.kv_buf.at[slot, compat.ds(0, (end - first) * page)]
         compat.make_async_copy(everything, everything, r.kv_sem.at[slot]).wait()
-        at = block * self.plan.block_tokens
-        self.clear_slots(slot, r.kv_lens[tile.row] - at, end * page - at)
-
-    def clear_slots(self, slot, begin, end):
-        """Zero slots [begin, end) of a half of `kv_buf`; nothing if begin >= end."""
-        zeros = jnp.zeros(self.refs.kv_buf.shape[2:], self.refs.kv_buf.dtype)
-
-        def one_slot(index, _):
-            self.refs.kv_buf[slot, index] = zeros
-
-        lax.fori_loop(begin, end, one_slot, None)
 
     # -- queries in, results out
 
@@ -278,8 +266,6 @@ class _Kernel:
     def run(self):
         """The whole kernel."""
         r, plan = self.refs, self.plan
-        for slot in range(2):
-            self.clear_slots(slot, 0, plan.block_tokens)
         if plan.writes:
             self.write_new_tokens()
         first = r.next_row[0]
@@ -387,11 +373,17 @@ class _Kernel:
         seen = key <= query
         return seen if plan.window is None else seen & (key > query - plan.window)
 
+    def in_range(self, tile: _Tile, block):
+        """bool[block, W]: which slots any token of the tile may see; the others may hold NaN."""
+        shape = (self.plan.block_tokens, self.plan.width)
+        key = block * self.plan.block_tokens + lax.broadcasted_iota(jnp.int32, shape, 0)
+        return (key >= self.first_key(tile)) & (key < self.end_position(tile))
+
     def attend_block(self, tile: _Tile, block, slot):
         """Let every head's softmax take in one block of keys and values."""
         r, plan = self.refs, self.plan
         rows = tile.tokens * plan.group
-        seen = self.mask(tile, block)
+        seen, in_range = self.mask(tile, block), self.in_range(tile, block)
         dot = functools.partial(
             lax.dot_general,
             preferred_element_type=F32,
@@ -400,18 +392,21 @@ class _Kernel:
         load = functools.cache(functools.partial(self.load_word, slot))
         for head in range(plan.num_kv_heads):
             keys, values = self.keys_and_values(load, head)
+            keys = keys.astype(plan.compute_dtype)
+            # In f32: v5e has no bf16 select.
+            values = jnp.where(in_range, values.astype(F32), 0.0).astype(plan.compute_dtype)
             scores = dot(r.q_rows[head, :rows], keys, (((1,), (1,)), ((), ()))) * r.k_scale[head]
             if plan.soft_cap is not None:
                 scores = plan.soft_cap * jnp.tanh(scores / plan.soft_cap)
             scores = jnp.where(seen, scores, NEG)
             old_top = r.top[head, :rows]
             top = jnp.maximum(old_top, scores.max(axis=1, keepdims=True))
-            # Where a row has seen nothing yet this is 1, not 0; the first key it sees has shrink = 0.
+            # Where a row has seen nothing yet these are 1, not 0; its first key has shrink = 0.
             weights = jnp.exp(scores - top[:, :1])
             shrink = jnp.exp(old_top - top)
             r.top[head, :rows] = top
             r.total[head, :rows] = shrink * r.total[head, :rows] + weights.sum(1, keepdims=True)
-            update = dot(weights.astype(values.dtype), values, (((1,), (0,)), ((), ())))
+            update = dot(weights.astype(plan.compute_dtype), values, (((1,), (0,)), ((), ())))
             r.acc[head, :rows] = shrink[:, :1] * r.acc[head, :rows] + update
 
     def put_results(self, tile: _Tile):
@@ -446,7 +441,7 @@ class _Kernel:
         return pairs[0], pairs[1]
 
     def load_word(self, slot, word: int):
-        """A row of words of every token in the block: `pack` arrays [block, 128] to multiply."""
+        """A row of words of every token in the block: `pack` arrays [block, 128], f32 or bf16."""
         buf, plan = self.refs.kv_buf, self.plan
         size = plan.block_tokens
         if plan.interpreted:  # the interpreter cannot reshape or bitcast a reference
@@ -456,8 +451,7 @@ class _Kernel:
         else:  # one load with a stride over sublanes
             as_bits = buf if plan.pack == 1 else buf.bitcast(jnp.uint32)
             bits = as_bits.at[slot].reshape(size * plan.words, TPU_LANES)[word :: plan.words, :]
-        rows = [bits] if plan.pack == 1 else _unpack(bits, plan.kv_dtype)
-        return [row.astype(plan.compute_dtype) for row in rows]
+        return [bits] if plan.pack == 1 else _unpack(bits, plan.kv_dtype)
 
 
 def _unpack(bits, dtype):

@@ -26,6 +26,8 @@ from pallas_kernels.ragged_paged_attention import (
 from tests.pallas_kernels import tpu_interpreted
 from tests.pallas_kernels.ragged_cases import array_args, make_case, make_pages
 
+F32 = jnp.float32
+
 
 def interpret(which: str, repository, timeout_s: float) -> dict[str, str]:
     """Name -> fault of what the child reported before it ended or its time was up."""
@@ -109,15 +111,15 @@ def test_the_loads_of_the_compiled_and_the_interpreted_kernel(head_dim, kv_dtype
         kernel = tpu_kernel._Kernel(tpu_kernel.Refs(**fields), plan)
         for head in range(3):
             keys, values = kernel.keys_and_values(functools.partial(kernel.load_word, 1), head)
-            keys_ref[head], values_ref[head] = keys, values
+            keys_ref[head], values_ref[head] = keys.astype(F32), values.astype(F32)
 
-    shape = jax.ShapeDtypeStruct((3, 16, plan.width), plan.compute_dtype)
+    shape = jax.ShapeDtypeStruct((3, 16, plan.width), F32)
     keys, values = compat.pallas_call(body, out_shape=[shape, shape], interpret=True)(buf)
     for got, want, lanes in (
         (keys, pair[0], slice(head_dim)),
         (values, pair[1], slice(-head_dim, None)),
     ):
-        got = np.asarray(got, np.float32)[:, :, lanes]
+        got = np.asarray(got)[:, :, lanes]
         np.testing.assert_array_equal(got.transpose(1, 0, 2), want)
 
 
