@@ -34,10 +34,14 @@ BACKENDS = {
     "xla": Backend(name="xla", module=f"{_HERE}.xla", layout="split"),
     "cpu": Backend(name="cpu", module=None, layout="head_major"),
     "gpu": Backend(name="gpu", module=None, layout="head_major"),
-    "tpu": Backend(name="tpu", module=None, layout="head_major"),
+    "tpu": Backend(name="tpu", module=f"{_HERE}.tpu", layout="tpu"),
 }
 
-AUTO = {"cpu": "xla", "gpu": "xla", "cuda": "xla", "rocm": "xla", "tpu": "xla"}
+# The page table that the TPU kernel holds in SMEM, 1 MiB in all, may take this much when we choose.
+TPU_TABLE_BYTES = 512 * 1024
+TPU_PAGE_SIZES = (32, 64, 128, 256)
+
+AUTO = {"cpu": "xla", "gpu": "xla", "cuda": "xla", "rocm": "xla", "tpu": "tpu"}
 
 
 def resolve_backend(requested: str, platform: str) -> str:
@@ -48,8 +52,8 @@ def resolve_backend(requested: str, platform: str) -> str:
         platform: jax's name of the platform: "cpu", "gpu" or "tpu".
 
     Returns:
-        A name in BACKENDS whose implementation ships. "auto" is "xla" on every platform in this
-        version, which ships no kernel for TPU or GPU; `explain_backend` says so in words.
+        A name in BACKENDS whose implementation ships. "auto" is "tpu" on TPU and "xla" elsewhere:
+        this version ships no kernel for GPU, and `explain_backend` says so in words.
 
     Raises:
         ValueError: an unknown name or platform, or a backend that this version does not ship.
@@ -68,7 +72,7 @@ def explain_backend(requested: str, platform: str) -> str:
     name = resolve_backend(requested, platform)
     if requested != "auto":
         return f"attention backend {name} (as asked)"
-    if platform == "cpu":
+    if platform in ("cpu", "tpu"):
         return f"attention backend {name} (auto on {platform})"
     return f"attention backend {name} (auto on {platform}: this version ships no {platform} kernel)"
 
@@ -86,8 +90,35 @@ def layout_of(name: str) -> str:
 
 
 def default_page_size(name: str) -> int:
-    """Tokens a page when the user does not say; raises as `resolve_backend`."""
+    """Tokens a page when neither the user nor `pick_page_size` says; raises as `resolve_backend`."""
     return _backend(name).default_page_size
+
+
+def pick_page_size(name: str, *, max_num_seqs: int, max_model_len: int) -> int:
+    """Tokens a page when the user does not say, for rows and a context that are known.
+
+    Args:
+        name: a backend that ships.
+        max_num_seqs: S, rows of the page table.
+        max_model_len: longest context in tokens.
+
+    Returns:
+        For "tpu" the smallest of TPU_PAGE_SIZES whose page table of S rows takes at most
+        TPU_TABLE_BYTES; for others `default_page_size`.
+
+    Raises:
+        ValueError: none of them does, or as `resolve_backend`.
+    """
+    if _backend(name).layout != "tpu":
+        return default_page_size(name)
+    for page_size in TPU_PAGE_SIZES:
+        if 4 * max_num_seqs * -(-max_model_len // page_size) <= TPU_TABLE_BYTES:
+            return page_size
+    raise ValueError(
+        f"max_num_seqs={max_num_seqs} and max_model_len={max_model_len}: attention backend "
+        f"{name!r} holds 4 bytes for each page of each sequence, {TPU_TABLE_BYTES} in all, and pages "
+        f"of {TPU_PAGE_SIZES[-1]} tokens are the largest it takes by itself; lower one of them"
+    )
 
 
 def check_page_size(name: str, page_size: int) -> int:

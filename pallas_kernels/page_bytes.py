@@ -4,6 +4,8 @@ Called by capacity planning, which may not import jax. Invariant (held by a test
 `KVPages.zeros(...)`'s bytes divided by its number of pages.
 """
 
+TPU_LANES = 128
+
 ITEM_BYTES = {
     "float32": 4,
     "bfloat16": 2,
@@ -25,15 +27,40 @@ def page_bytes(layout: str, page_size: int, num_kv_heads: int, head_dim: int, dt
         dtype: element type name of the pool, such as "float32".
 
     Returns:
-        Bytes a page. No layout that ships today pads, so this is 2 * page * K * D elements.
+        Bytes a page: 2 * page * K * D elements, and in layout tpu what fills the last word.
 
     Raises:
-        ValueError: an unknown layout or dtype.
+        ValueError: an unknown layout or dtype, or a head_dim that layout tpu does not hold.
     """
-    if layout not in ("head_major", "split"):
-        raise ValueError(f"layout={layout!r}: no such page layout; known: head_major, split")
+    if layout not in ("head_major", "split", "tpu"):
+        raise ValueError(f"layout={layout!r}: no such page layout; known: head_major, split, tpu")
     if dtype not in ITEM_BYTES:
         raise ValueError(
             f"dtype={dtype!r}: no such KV element type; known: {', '.join(ITEM_BYTES)}"
         )
+    if layout == "tpu":
+        words, pack = tpu_words(num_kv_heads, head_dim, ITEM_BYTES[dtype])
+        return page_size * words * pack * TPU_LANES * ITEM_BYTES[dtype]
     return 2 * page_size * num_kv_heads * head_dim * ITEM_BYTES[dtype]
+
+
+def tpu_words(num_kv_heads: int, head_dim: int, item_bytes: int) -> tuple[int, int]:
+    """How layout tpu holds one token: rows of 128 lanes, `pack` of them to a row of 32-bit words.
+
+    Args:
+        num_kv_heads: K.
+        head_dim: D: 64 puts a head's key and value side by side on one row; 128 takes a row for
+            each, 256 two rows for each.
+        item_bytes: bytes of an element, 1, 2 or 4.
+
+    Returns:
+        (rows of words, pack).
+
+    Raises:
+        ValueError: another head_dim.
+    """
+    rows = {64: num_kv_heads, 128: 2 * num_kv_heads, 256: 4 * num_kv_heads}
+    if head_dim not in rows:
+        raise ValueError(f"head_dim={head_dim}: page layout 'tpu' holds 64, 128 and 256")
+    pack = 4 // item_bytes
+    return -(-rows[head_dim] // pack), pack

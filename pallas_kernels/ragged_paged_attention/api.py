@@ -32,7 +32,7 @@ def ragged_paged_attention(
     return_lse: bool = False,
     backend: str = "auto",
     blocks: tuple | None = None,
-    interpret: bool | None = None,
+    interpret: object = None,
 ) -> tuple[jax.Array, KVPages, jax.Array | None]:
     """Write the new tokens into their pages and attend every token to its row's pages, causally.
 
@@ -60,7 +60,8 @@ def ragged_paged_attention(
         return_lse: also return the log of the softmax's denominator (the sink's part included).
         backend: "auto" or a name in `dispatch.BACKENDS`.
         blocks: block sizes for backends that are tuned by hand; None lets the backend choose.
-        interpret: only for Pallas backends.
+        interpret: only for Pallas backends: True or the interpreter's own parameters run the kernel
+            on the CPU, slowly; None runs it on the device.
 
     Returns:
         (out [T, H, D] of q's dtype, the pages with the new tokens written, lse f32[T, H] or None).

@@ -7,7 +7,19 @@ whatever the physical layout:
     canonical pages [n, K, 2, page, D]     [:, :, 0] keys, [:, :, 1] values
 
 Page 0 is the null page: padding tokens write there, and nothing may depend on what it holds. The KV
-head is axis 1 of every array of every layout, and the axis to shard.
+head is the axis to shard: axis 1 of every array, except in layout "tpu".
+
+Layout "tpu" is [N, page, words, pack, 128]. A token's keys and values are rows of 128 lanes, and
+`pack` of them (4 / itemsize) share a row of 32-bit words:
+
+    D = 64    k0|v0  k1|v1  ..              key and value side by side on the lanes
+    D = 128   k0  v0  k1  v1  ..
+    D = 256   k0[:128]  k0[128:]  v0[:128]  v0[128:]  k1[:128]  ..
+
+Rows that fill the last word are zero. The split in (words, pack) is the form that XLA and Mosaic
+tile alike; with one axis of words * pack rows XLA copies the whole pool at each kernel call. `page`
+is no tiled axis, so a DMA may start at any token and take any number of them. Heads are sharded on
+the axis of words, where each shard's rows fill whole words.
 """
 
 import dataclasses
@@ -17,19 +29,21 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.page_bytes import TPU_LANES, tpu_words
+
 
 class Layout(NamedTuple):
-    """The five things that differ between physical layouts.
+    """The things that differ between physical layouts.
 
     Args:
-        shapes: (num_pages, K, page, D) -> the shape of each array of the pool.
-        to_canonical: arrays of n pages -> canonical pages [n, K, 2, page, D].
-        from_canonical: the inverse.
+        shapes: (num_pages, K, page, D, itemsize) -> the shape of each array of the pool.
+        to_canonical: (arrays of n pages, K, D) -> canonical pages [n, K, 2, page, D].
+        from_canonical: canonical pages -> arrays of n pages.
         write: (arrays, page_ids i32[T], offsets i32[T], k [T, K, D], v [T, K, D]) -> arrays.
     """
 
-    shapes: Callable[[int, int, int, int], tuple[tuple[int, ...], ...]]
-    to_canonical: Callable[[tuple[jax.Array, ...]], jax.Array]
+    shapes: Callable[[int, int, int, int, int], tuple[tuple[int, ...], ...]]
+    to_canonical: Callable[[tuple[jax.Array, ...], int, int], jax.Array]
     from_canonical: Callable[[jax.Array], tuple[jax.Array, ...]]
     write: Callable[..., tuple[jax.Array, ...]]
 
@@ -48,18 +62,51 @@ def _write_split(data, page_ids, offsets, k, v):
     )
 
 
+def pack_tpu_rows(k: jax.Array, v: jax.Array) -> jax.Array:
+    """Keys and values of tokens, [.., K, D] each -> [.., words, pack, 128] as layout tpu has them."""
+    *lead, kv_heads, head_dim = k.shape
+    words, pack = tpu_words(kv_heads, head_dim, k.dtype.itemsize)
+    rows = jnp.concatenate([k, v], axis=-1).reshape(*lead, -1, TPU_LANES)
+    filler = words * pack - rows.shape[-2]
+    rows = jnp.pad(rows, [(0, 0)] * len(lead) + [(0, filler), (0, 0)])
+    return rows.reshape(*lead, words, pack, TPU_LANES)
+
+
+def _tpu_to_canonical(data, kv_heads, head_dim):
+    (pool,) = data  # [n, page, words, pack, 128]
+    count, page = pool.shape[:2]
+    rows = pool.reshape(count, page, -1, TPU_LANES)[:, :, : 2 * kv_heads * head_dim // TPU_LANES]
+    return rows.reshape(count, page, kv_heads, 2, head_dim).transpose(0, 2, 3, 1, 4)
+
+
+def _tpu_from_canonical(pages):
+    by_token = pages.transpose(2, 0, 3, 1, 4)  # [2, n, page, K, D]
+    return (pack_tpu_rows(by_token[0], by_token[1]),)
+
+
+def _write_tpu(data, page_ids, offsets, k, v):
+    (pool,) = data
+    return (pool.at[page_ids, offsets].set(pack_tpu_rows(k, v), mode="promise_in_bounds"),)
+
+
 LAYOUTS = {
     "head_major": Layout(
-        shapes=lambda n, k, page, d: ((n, k, 2, page, d),),
-        to_canonical=lambda data: data[0],
+        shapes=lambda n, k, page, d, itemsize: ((n, k, 2, page, d),),
+        to_canonical=lambda data, k, d: data[0],
         from_canonical=lambda pages: (pages,),
         write=_write_head_major,
     ),
     "split": Layout(
-        shapes=lambda n, k, page, d: ((n, k, page, d),) * 2,
-        to_canonical=lambda data: jnp.stack(data, axis=2),
+        shapes=lambda n, k, page, d, itemsize: ((n, k, page, d),) * 2,
+        to_canonical=lambda data, k, d: jnp.stack(data, axis=2),
         from_canonical=lambda pages: (pages[:, :, 0], pages[:, :, 1]),
         write=_write_split,
+    ),
+    "tpu": Layout(
+        shapes=lambda n, k, page, d, itemsize: ((n, page, *tpu_words(k, d, itemsize), TPU_LANES),),
+        to_canonical=_tpu_to_canonical,
+        from_canonical=_tpu_from_canonical,
+        write=_write_tpu,
     ),
 }
 
@@ -101,12 +148,15 @@ class KVPages:
             KVPages whose `data` are `jax.ShapeDtypeStruct`.
 
         Raises:
-            ValueError: an unknown layout.
+            ValueError: an unknown layout, or a head_dim that it does not hold.
         """
         if layout not in LAYOUTS:
             raise ValueError(f"layout={layout!r}: no such page layout; known: {', '.join(LAYOUTS)}")
-        shapes = LAYOUTS[layout].shapes(num_pages, num_kv_heads, page_size, head_dim)
-        data = tuple(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape in shapes)
+        dtype = jnp.dtype(dtype)
+        shapes = LAYOUTS[layout].shapes(
+            num_pages, num_kv_heads, page_size, head_dim, dtype.itemsize
+        )
+        data = tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
         return cls(data, layout, page_size, num_kv_heads, head_dim)
 
     @classmethod
@@ -137,7 +187,7 @@ class KVPages:
             [n, K, 2, page, D] of the pool's dtype.
         """
         taken = tuple(a.at[page_ids].get(mode="promise_in_bounds") for a in self.data)
-        return LAYOUTS[self.layout].to_canonical(taken)
+        return LAYOUTS[self.layout].to_canonical(taken, self.num_kv_heads, self.head_dim)
 
     def scatter(self, page_ids: jax.Array, pages: jax.Array) -> "KVPages":
         """Overwrite whole pages.

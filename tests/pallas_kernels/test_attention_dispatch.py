@@ -11,15 +11,16 @@ from pallas_kernels.ragged_paged_attention import layout, ragged_paged_attention
 from tests.pallas_kernels.ragged_cases import array_args, make_case, make_pages
 
 
-def test_auto_is_xla_and_says_why():
-    for platform in ("cpu", "gpu", "tpu"):
-        assert dispatch.resolve_backend("auto", platform) == "xla"
-    assert "auto on cpu" in dispatch.explain_backend("auto", "cpu")
-    assert "ships no tpu kernel" in dispatch.explain_backend("auto", "tpu")
+def test_auto_follows_the_platform_and_says_why():
+    for platform, name in (("cpu", "xla"), ("gpu", "xla"), ("tpu", "tpu")):
+        assert dispatch.resolve_backend("auto", platform) == name
+    assert dispatch.explain_backend("auto", "cpu") == "attention backend xla (auto on cpu)"
+    assert dispatch.explain_backend("auto", "tpu") == "attention backend tpu (auto on tpu)"
+    assert "ships no gpu kernel" in dispatch.explain_backend("auto", "gpu")
     assert "as asked" in dispatch.explain_backend("reference", "cpu")
 
 
-@pytest.mark.parametrize("name", ["tpu", "gpu", "cpu"])
+@pytest.mark.parametrize("name", ["gpu", "cpu"])
 def test_a_kernel_that_does_not_ship_is_refused_and_the_way_out_named(name):
     for ask in (dispatch.layout_of, dispatch.default_page_size, dispatch.implementation):
         with pytest.raises(ValueError, match=f"{name}.*--attention_backend=xla"):
@@ -35,7 +36,7 @@ def test_unknown_names_are_refused():
         dispatch.resolve_backend("auto", "abacus")
 
 
-@pytest.mark.parametrize("name", ["xla", "reference"])
+@pytest.mark.parametrize("name", ["xla", "reference", "tpu"])
 def test_page_sizes(name):
     assert dispatch.check_page_size(name, dispatch.default_page_size(name)) == 64
     assert dispatch.check_page_size(name, 4) == 4
@@ -44,7 +45,20 @@ def test_page_sizes(name):
             dispatch.check_page_size(name, bad)
 
 
-@pytest.mark.parametrize("name", ["xla", "reference"])
+def test_the_tpu_page_size_keeps_the_table_in_smem():
+    def pick(rows, context, name="tpu"):
+        return dispatch.pick_page_size(name, max_num_seqs=rows, max_model_len=context)
+
+    assert pick(8, 2048) == 32
+    assert pick(128, 32 * 1024) == 32  # 128 rows of 1024 pages: 512 KiB to the byte
+    assert pick(128, 32 * 1024 + 1) == 64
+    assert pick(256, 128 * 1024) == 256
+    assert pick(1024, 128 * 1024, "xla") == 64  # no table in SMEM, no limit
+    with pytest.raises(ValueError, match="max_num_seqs=512 and max_model_len=131072"):
+        pick(512, 128 * 1024)
+
+
+@pytest.mark.parametrize("name", ["xla", "reference", "tpu"])
 def test_what_ships_can_be_imported_and_has_a_layout(name):
     assert callable(dispatch.implementation(name).attend)
     assert dispatch.layout_of(name) in layout.LAYOUTS
@@ -75,7 +89,7 @@ BAD = {
     "k_scale": ({"k_scale": jnp.ones(2)}, "k_scale: not allowed"),
     "window": ({"window": 0}, "window=0"),
     "soft_cap": ({"soft_cap": 0.0}, "soft_cap=0.0"),
-    "backend": ({"backend": "tpu"}, "attention_backend='tpu'"),
+    "backend": ({"backend": "gpu"}, "attention_backend='gpu'"),
 }
 
 

@@ -8,19 +8,30 @@ import pytest
 from pallas_kernels import page_bytes
 from pallas_kernels.ragged_paged_attention import KVPages, layout
 
-SHAPE = {"num_pages": 6, "page_size": 4, "num_kv_heads": 3, "head_dim": 8}
+SHAPE = {"num_pages": 6, "page_size": 4, "num_kv_heads": 3, "head_dim": 64}
 
 
-def _counting(name, dtype="float32"):
+def _counting(name, head_dim=64, dtype="float32"):
     """A pool whose every element is different, and its canonical content."""
-    kv = KVPages.zeros(name, **SHAPE, dtype=dtype)
-    pages = np.arange(6 * 3 * 2 * 4 * 8, dtype=np.float32).reshape(6, 3, 2, 4, 8)
+    kv = KVPages.zeros(name, **SHAPE | {"head_dim": head_dim}, dtype=dtype)
+    shape = (6, 3, 2, 4, head_dim)
+    pages = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    pages = pages.astype(kv.dtype).astype(np.float32)  # what the pool can hold
     return kv.scatter(jnp.arange(6, dtype=jnp.int32), jnp.asarray(pages, kv.dtype)), pages
 
 
-@pytest.mark.parametrize("name", layout.LAYOUTS)
-def test_gather_gives_back_what_scatter_took(name):
-    kv, pages = _counting(name)
+@pytest.mark.parametrize(
+    ("name", "head_dim", "dtype"),
+    [
+        *((name, 64, "float32") for name in layout.LAYOUTS),
+        ("tpu", 64, "bfloat16"),  # three rows of a token in two words
+        ("tpu", 64, "int8"),
+        ("tpu", 128, "bfloat16"),
+        ("tpu", 256, "float32"),
+    ],
+)
+def test_gather_gives_back_what_scatter_took(name, head_dim, dtype):
+    kv, pages = _counting(name, head_dim, dtype)
     ids = jnp.array([4, 1, 1], jnp.int32)
     np.testing.assert_array_equal(kv.gather(ids), pages[[4, 1, 1]])
     moved = kv.scatter(jnp.array([2], jnp.int32), kv.gather(jnp.array([5], jnp.int32)))
@@ -31,7 +42,7 @@ def test_gather_gives_back_what_scatter_took(name):
 @pytest.mark.parametrize("name", layout.LAYOUTS)
 def test_write_touches_its_slots_and_the_null_page_only(name):
     kv, pages = _counting(name)
-    new = jnp.full((5, 3, 8), -1.0), jnp.full((5, 3, 8), -2.0)
+    new = jnp.full((5, 3, 64), -1.0), jnp.full((5, 3, 64), -2.0)
     # row 0: position 4 alone, in page 5; row 1: positions 2, 3 in page 2 and 4 in page 1 (page 3 is the
     # row's first, but kv_starts says its slots begin at 0); one padding token
     written = layout.write(
@@ -53,7 +64,7 @@ def test_write_touches_its_slots_and_the_null_page_only(name):
 
 def test_write_counts_from_kv_starts():
     kv, pages = _counting("split")
-    one = jnp.full((1, 3, 8), -1.0)
+    one = jnp.full((1, 3, 64), -1.0)
     written = layout.write(
         kv,
         one,
@@ -95,7 +106,29 @@ def test_abstract_zeros_and_page_bytes_agree(name, dtype):
     assert [(a.shape, a.dtype) for a in abstract.data] == [(z.shape, z.dtype) for z in zeros.data]
     assert (zeros.num_pages, zeros.dtype) == (6, jnp.dtype(dtype))
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(zeros))
-    assert total == 6 * page_bytes.page_bytes(name, 4, 3, 8, dtype)
+    assert total == 6 * page_bytes.page_bytes(name, 4, 3, 64, dtype)
+
+
+def test_tpu_pages_are_rows_of_128_lanes_in_32_bit_words():
+    def shape(head_dim, dtype):
+        return KVPages.abstract("tpu", 7, 16, 3, head_dim, dtype).data[0].shape
+
+    assert shape(64, "float32") == (7, 16, 3, 1, 128)
+    assert shape(64, "bfloat16") == (7, 16, 2, 2, 128)
+    assert shape(64, "int8") == (7, 16, 1, 4, 128)
+    assert shape(128, "bfloat16") == (7, 16, 3, 2, 128)
+    assert shape(256, "float8_e4m3fn") == (7, 16, 3, 4, 128)
+    with pytest.raises(ValueError, match="head_dim=96"):
+        shape(96, "bfloat16")
+
+
+def test_a_tpu_token_holds_keys_and_values_in_the_documented_order():
+    k, v = jnp.arange(2.0)[:, None] + jnp.zeros((2, 64)), jnp.arange(2.0)[:, None] + 10.0
+    rows = layout.pack_tpu_rows(k, v + jnp.zeros((2, 64)))[:, 0]  # [2, 128]
+    np.testing.assert_array_equal(rows[:, 0], [0, 1])
+    np.testing.assert_array_equal(rows[:, 64], [10, 11])
+    rows = layout.pack_tpu_rows(jnp.tile(k, (1, 4)), jnp.tile(k + 10.0, (1, 4)))[:, 0]
+    np.testing.assert_array_equal(rows[:, 0], [0, 0, 10, 10, 1, 1, 11, 11])
 
 
 def test_unknown_names_are_refused():
