@@ -118,13 +118,13 @@ def build_engine(config: EngineConfig, loaded: LoadedModel) -> tuple[Engine, Sta
         _use_compilation_cache(config.compilation_cache_dir)
     begin = time.monotonic()
     dtype = resolve_dtype(config.dtype)
-    backend, page_size = _resolve_attention(config)
     max_model_len = _resolve_max_model_len(config, loaded.config)
+    buckets = _resolve_buckets(config)
+    backend, page_size = _resolve_attention(config, buckets.max_num_seqs, max_model_len)
     model = build_model(loaded.config, dtype, backend)
     params = _to_device(loaded.params, model.abstract_params)
     load_s = loaded.load_s + time.monotonic() - begin
 
-    buckets = _resolve_buckets(config)
     max_pages = -(-max_model_len // page_size)
     shapes = StepShapes(
         model=model,
@@ -189,10 +189,18 @@ def _use_compilation_cache(folder: str | Path) -> None:
     compilation_cache.reset_cache()  # jax looks at the folder once, when it first compiles anything
 
 
-def _resolve_attention(config: EngineConfig) -> tuple[str, int]:
+def _resolve_attention(
+    config: EngineConfig, max_num_seqs: int, max_model_len: int
+) -> tuple[str, int]:
     try:
-        backend = dispatch.resolve_backend(config.attention_backend, jax.default_backend())
-        page_size = config.cache.page_size or dispatch.default_page_size(backend)
+        platform = jax.default_backend()
+        backend = dispatch.resolve_backend(config.attention_backend, platform)
+        dispatch.check_platform(backend, platform)
+        page_size = config.cache.page_size
+        if page_size is None:
+            page_size = dispatch.pick_page_size(
+                backend, max_num_seqs=max_num_seqs, max_model_len=max_model_len
+            )
         dispatch.check_page_size(backend, page_size)
     except ValueError as error:
         raise ConfigError(str(error)) from None

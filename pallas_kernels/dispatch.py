@@ -19,12 +19,14 @@ class Backend:
         module: the module with `attend(...)`; None when this version does not ship it.
         layout: the physical layout of its pages, a key of `layout.LAYOUTS`.
         default_page_size: tokens a page when the user leaves the choice to us.
+        platform: the only one it is compiled for, or None for any.
     """
 
     name: str
     module: str | None
     layout: str
     default_page_size: int = 64
+    platform: str | None = None
 
 
 _HERE = "pallas_kernels.ragged_paged_attention"
@@ -34,7 +36,7 @@ BACKENDS = {
     "xla": Backend(name="xla", module=f"{_HERE}.xla", layout="split"),
     "cpu": Backend(name="cpu", module=None, layout="head_major"),
     "gpu": Backend(name="gpu", module=None, layout="head_major"),
-    "tpu": Backend(name="tpu", module=f"{_HERE}.tpu", layout="tpu"),
+    "tpu": Backend(name="tpu", module=f"{_HERE}.tpu", layout="tpu", platform="tpu"),
 }
 
 # The page table that the TPU kernel holds in SMEM, 1 MiB in all, may take this much when we choose.
@@ -65,6 +67,24 @@ def resolve_backend(requested: str, platform: str) -> str:
             )
         return AUTO[platform]
     return _backend(requested).name
+
+
+def check_platform(name: str, platform: str) -> None:
+    """Refuses a backend whose kernels are compiled for another platform than the one at hand.
+
+    Args:
+        name: a backend that ships.
+        platform: jax's name of the platform.
+
+    Raises:
+        ValueError: it cannot run here; naming both.
+    """
+    own = _backend(name).platform
+    if own is not None and own != platform:
+        raise ValueError(
+            f"attention_backend={name!r} runs on {own}, and this is {platform}; "
+            "--attention_backend=xla serves on every platform"
+        )
 
 
 def explain_backend(requested: str, platform: str) -> str:
