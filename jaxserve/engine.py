@@ -87,7 +87,7 @@ class Engine:
         self._ready: dict[str, RequestOutput] = {}  # made by this step, not handed out yet
         self._held: list[RequestOutput] = []  # the same, of a step that was cut short
         self._one_at_a_time = threading.Lock()
-        self._in_step = False  # still set when the next call comes: the last step was cut short
+        self._in_change = False  # still set when the next call comes: the last one was cut short
         self._num_added = 0
         self._num_steps = 0
         self._num_scheduled_tokens = 0
@@ -129,8 +129,9 @@ class Engine:
             if max_tokens == 0:
                 self._ready[request.id] = self._output(group, [], "length", None)
             else:
-                self._groups[request.id] = group
+                self._in_change = True
                 self.scheduler.add(seq)
+                self._groups[request.id], self._in_change = group, False
 
     def _check(
         self, request: Request, prompt: tuple[int, ...], watcher: TokenWatcher | None
@@ -189,7 +190,9 @@ class Engine:
             parts = [o for o in (*self._held, *self._ready.values()) if o.request_id == request_id]
             if group is not None:
                 parts.append(self._last(group, "abort", None, [], flush=True))
+                self._in_change = True
                 self._forget(group)
+                self._in_change = False
             self._held = [o for o in self._held if o.request_id != request_id]
             self._ready.pop(request_id, None)
             return merge_outputs(parts) if parts else None
@@ -214,11 +217,11 @@ class Engine:
             appears with its finish_reason, even when it released nothing.
         """
         with self._exclusive("step"):
-            self._in_step = True
+            self._in_change = True
             self._step()
             made = [*self._held, *self._ready.values()]
             worth = [o for o in made if o.finished or o.outputs[0].token_ids or o.outputs[0].text]
-            self._held, self._ready, self._in_step = [], {}, False
+            self._held, self._ready, self._in_change = [], {}, False
         return worth
 
     def _step(self) -> None:
@@ -242,7 +245,7 @@ class Engine:
                 "drive an engine from one thread, or put a lock around it"
             )
         try:
-            if self._in_step:
+            if self._in_change:
                 self._recover()
             yield
         finally:
@@ -259,7 +262,7 @@ class Engine:
         self._groups = {name: g for name, g in self._groups.items() if name not in ended}
         self.executor.reset()
         self.scheduler.restart(group.seq for group in self._groups.values())
-        self._in_step = False
+        self._in_change = False
 
     def _release(self, group: SequenceGroup) -> None:
         """Looks at the token a sequence just got: ends it, makes ready what may be handed out."""

@@ -76,6 +76,35 @@ def test_an_interrupt_at_any_line_of_a_step_loses_nothing():
             return
 
 
+@pytest.mark.parametrize("method", ["add", "abort"])
+def test_an_interrupt_at_any_line_of_add_or_abort_leaves_a_working_engine(method):
+    """The request of the interrupted call is there or it is not; the others are not disturbed."""
+    for count in itertools.count(1):
+        engine, parts = busy_engine()
+        params = SamplingParams(max_tokens=3, temperature=0)
+        new = Request(id="new", prompt_token_ids=[7, 8], sampling_params=params)
+        interrupt = InterruptAt(count)
+        sys.settrace(interrupt)
+        try:
+            engine.add(new) if method == "add" else engine.abort("1")
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        others = [name for name in PROMPTS if method == "add" or name != "1"]
+        for name, more in drain(engine).items():
+            parts.setdefault(name, []).extend(more)
+        for name in others:
+            whole = merge_outputs(parts[name]).outputs[0]
+            assert whole.token_ids == expected_tokens(PROMPTS[name], NUM_TOKENS), f"line {count}"
+        if "new" in parts:
+            assert merge_outputs(parts["new"]).outputs[0].token_ids == expected_tokens([7, 8], 3)
+        assert engine.stats().num_free_pages == 10
+        if not interrupt.fired:
+            assert count > 5
+            return
+
+
 @pytest.mark.parametrize("where", ["submit", "result"])
 def test_a_device_failure_is_raised_and_the_next_step_goes_on(where):
     engine, parts = busy_engine()

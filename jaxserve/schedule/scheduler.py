@@ -164,7 +164,7 @@ class Scheduler:
         for seq in self.waiting:
             seq.page_table = self.kv.new_table()
             seq.num_computed_tokens = 0
-            if seq.status is Status.RUNNING:
+            if seq.status is not Status.WAITING:
                 seq.status = Status.PREEMPTED
 
     def check_invariants(self) -> None:
