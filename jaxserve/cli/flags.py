@@ -106,10 +106,11 @@ def define_engine(flag_values: flags.FlagValues) -> None:
         **group,
     )
     _define_page_pool(default.cache, group)
+    shipped = _shipped_backends()
     flags.DEFINE_string(
         "attention_backend",
         default.attention_backend,
-        f"{' or '.join(_shipped_backends())}; auto chooses by the platform.",
+        f"{', '.join(shipped[:-1])} or {shipped[-1]}; auto chooses by the platform.",
         **group,
     )
     define_integer(
