@@ -16,7 +16,7 @@ from jaxserve.cli.stop_signals import StopSignals
 from jaxserve.cli.text_engine import TextEngine, add_line
 from jaxserve.cli.text_printer import TextPrinter
 from jaxserve.errors import InvalidRequestError, JaxserveError
-from jaxserve.request import CompletionOutput, RequestOutput
+from jaxserve.request import RequestOutput, merge_outputs
 
 logger = logging.getLogger("jaxserve.cli")
 
@@ -37,37 +37,10 @@ class RunTotals:
 
 @dataclass(kw_only=True)
 class OutputParts:
-    """What the steps released for one request so far, and in which line it stands."""
+    """What the steps released for one line's request so far."""
 
     line: RequestLine
-    texts: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-
-    def add(self, piece: CompletionOutput) -> None:
-        """Appends what one step released."""
-        self.texts.append(piece.text)
-        self.token_ids.extend(piece.token_ids)
-        self.logprobs.extend(piece.logprobs or ())
-
-    def whole(self, last: RequestOutput) -> RequestOutput:
-        """The request's whole output, given what its last step released."""
-        ending = last.outputs[0]
-        return RequestOutput(
-            request_id=last.request_id,
-            num_prompt_tokens=last.num_prompt_tokens,
-            num_cached_tokens=last.num_cached_tokens,
-            outputs=[
-                CompletionOutput(
-                    index=0,
-                    text="".join(self.texts),
-                    token_ids=self.token_ids,
-                    logprobs=self.logprobs if self.line.params.wants_logprobs else None,
-                    finish_reason=ending.finish_reason,
-                    stop_reason=ending.stop_reason,
-                )
-            ],
-        )
+    released: list[RequestOutput] = field(default_factory=list)
 
 
 class BatchLoop:
@@ -149,17 +122,17 @@ class BatchLoop:
 
     def _take(self, output: RequestOutput) -> None:
         parts = self._parts[output.request_id]
-        if not parts.texts:
+        if not parts.released:
             self.totals.num_prompt_tokens += output.num_prompt_tokens
             self.totals.num_cached_tokens += output.num_cached_tokens
         piece = output.outputs[0]
-        parts.add(piece)
+        parts.released.append(output)
         self.totals.num_output_tokens += len(piece.token_ids)
         if self._printer:
             self._printer.add(parts.line.index, piece.text)
         if output.finished:
             del self._parts[output.request_id]
-            self._succeed(parts.line, parts.whole(output))
+            self._succeed(parts.line, merge_outputs(parts.released))
 
     def _succeed(self, line: RequestLine, output: RequestOutput) -> None:
         self.totals.num_ok += 1
