@@ -23,6 +23,7 @@ from jaxserve.device.executor import DeviceExecutor, StepShapes, largest_step_by
 from jaxserve.device.memory import free_bytes
 from jaxserve.engine import Engine
 from jaxserve.errors import ConfigError
+from jaxserve.model.attention import AttentionKernel
 from jaxserve.model.registry import Params, build_model
 from jaxserve.model_config import ModelConfig
 from jaxserve.plan.capacity import PoolSize, pool_page_bytes, size_pool
@@ -120,8 +121,10 @@ def build_engine(config: EngineConfig, loaded: LoadedModel) -> tuple[Engine, Sta
     dtype = resolve_dtype(config.dtype)
     max_model_len = _resolve_max_model_len(config, loaded.config)
     buckets = _resolve_buckets(config)
-    backend, page_size = _resolve_attention(config, buckets.max_num_seqs, max_model_len)
-    model = build_model(loaded.config, dtype, backend)
+    demand = _attention_demand(config, loaded.config, dtype)
+    backend, page_size = _resolve_attention(config, demand, buckets.max_num_seqs, max_model_len)
+    kernel = AttentionKernel(backend=backend, interpret=config.attention_interpret)
+    model = build_model(loaded.config, dtype, kernel)
     params = _to_device(loaded.params, model.abstract_params)
     load_s = loaded.load_s + time.monotonic() - begin
 
@@ -138,7 +141,7 @@ def build_engine(config: EngineConfig, loaded: LoadedModel) -> tuple[Engine, Sta
     )
     pool = _size_pool(config, max_model_len, shapes)
     shapes = dataclasses.replace(shapes, num_pages=pool.num_pages)
-    executor = DeviceExecutor(shapes, params, backend=backend)
+    executor = DeviceExecutor(shapes, params, check_batches=config.check_batches)
     _LOG.info(
         "compiling %d programs%s",
         len(shapes.programs()),
@@ -162,7 +165,7 @@ def build_engine(config: EngineConfig, loaded: LoadedModel) -> tuple[Engine, Sta
     )
     _LOG.info(
         "%s, dtype %s, max_model_len %d, %d KV pages of %d tokens (%.2f GiB, by %s)",
-        dispatch.explain_backend(config.attention_backend, jax.default_backend()),
+        dispatch.explain_backend(config.attention_backend, demand),
         dtype.name,
         max_model_len,
         pool.num_pages - 1,  # what requests can have: all but the null page
@@ -189,20 +192,32 @@ def _use_compilation_cache(folder: str | Path) -> None:
     compilation_cache.reset_cache()  # jax looks at the folder once, when it first compiles anything
 
 
+def _attention_demand(
+    config: EngineConfig, model: ModelConfig, dtype: jnp.dtype
+) -> dispatch.Demand:
+    """What an attention backend must serve here."""
+    return dispatch.Demand(
+        platform=jax.default_backend(),
+        compute_capability=getattr(jax.devices()[0], "compute_capability", None),
+        dtype=dtype.name,
+        kv_dtype=dtype.name,
+        head_dim=model.head_dim,
+        interpret=config.attention_interpret,
+    )
+
+
 def _resolve_attention(
-    config: EngineConfig, max_num_seqs: int, max_model_len: int
+    config: EngineConfig, demand: dispatch.Demand, max_num_seqs: int, max_model_len: int
 ) -> tuple[str, int]:
     try:
-        platform = jax.default_backend()
-        backend = dispatch.resolve_backend(config.attention_backend, platform)
-        dispatch.check_platform(backend, platform)
+        backend = dispatch.resolve_backend(config.attention_backend, demand)
         page_size = config.cache.page_size
         if page_size is None:
             page_size = dispatch.pick_page_size(
                 backend, max_num_seqs=max_num_seqs, max_model_len=max_model_len
             )
         dispatch.check_page_size(backend, page_size)
-    except ValueError as error:
+    except (ValueError, NotImplementedError) as error:
         raise ConfigError(str(error)) from None
     return backend, page_size
 

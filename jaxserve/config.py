@@ -29,6 +29,11 @@ def _check_optional_int(name: str, value: object, low: int) -> None:
         _check_int(name, value, low)
 
 
+def _check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} must be True or False, got {shown(value)}")
+
+
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {shown(value)}")
@@ -108,6 +113,10 @@ class EngineConfig:
         max_model_len: most tokens of a sequence, prompt and output together. None = the model's own
             limit.
         attention_backend: a name of `pallas_kernels.dispatch`, or "auto".
+        attention_interpret: run the kernel of `attention_backend` in Pallas' interpreter, on the
+            CPU and slowly: for tests and debugging.
+        check_batches: debug mode: check the page ids, lengths and counts of every batch on the
+            host before it is submitted.
         seed: where the draws of requests without a seed of their own come from.
         compilation_cache_dir: folder of jax's persistent compilation cache; None leaves jax's
             setting alone.
@@ -121,6 +130,8 @@ class EngineConfig:
     dtype: str = "auto"
     max_model_len: int | None = None
     attention_backend: str = "auto"
+    attention_interpret: bool = False
+    check_batches: bool = False
     seed: int = 0
     compilation_cache_dir: str | Path | None = None
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -131,6 +142,8 @@ class EngineConfig:
         _check_optional_int("max_model_len", self.max_model_len, 1)
         if not isinstance(self.attention_backend, str):
             raise ConfigError(f"attention_backend must be a name, got {self.attention_backend!r}")
+        _check_bool("attention_interpret", self.attention_interpret)
+        _check_bool("check_batches", self.check_batches)
         _check_int("seed", self.seed, 0, 2**63 - 1)
         folder = self.compilation_cache_dir
         if folder is not None and not isinstance(folder, str | Path):

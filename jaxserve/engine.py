@@ -354,6 +354,7 @@ class Engine:
             num_prompt_tokens=self._num_prompt_tokens,
             num_output_tokens=self._num_output_tokens,
             attention_backend=str(chosen["attention_backend"]),
+            attention_interpret=bool(chosen["attention_interpret"]),
             dtype=str(chosen["dtype"]),
         )
 

@@ -22,4 +22,5 @@ class EngineStats:
     num_prompt_tokens: int
     num_output_tokens: int
     attention_backend: str
+    attention_interpret: bool
     dtype: str

@@ -5,8 +5,11 @@ or `jax._src`, so that when a release moves a name, only this file changes (jax 
 """
 
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+
+# `io_callback` calls the host from inside a program.
 
 # The program of a kernel, and where it reads and writes.
 pallas_call = pl.pallas_call
@@ -44,6 +47,7 @@ __all__ = [
     "TpuInterpretParams",
     "bitcast",
     "ds",
+    "io_callback",
     "make_async_copy",
     "pallas_call",
     "reset_tpu_interpreter",

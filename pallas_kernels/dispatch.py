@@ -2,7 +2,8 @@
 
 Called by the engine's builder (to choose and report a backend and a page size) and by `api`.
 Imports no jax: an implementation is imported when it is first asked for. Invariant: nothing here
-falls back in silence; a backend that cannot serve raises, naming the option.
+falls back in silence; a backend that cannot serve raises, naming the option, and `auto` says which
+backends it passed over and why.
 """
 
 import dataclasses
@@ -12,89 +13,157 @@ from types import ModuleType
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Backend:
-    """One way to compute ragged paged attention.
+    """One way to compute ragged paged attention, and what it is able to serve.
 
     Args:
         name: what `--attention_backend` calls it.
         module: the module with `attend(...)`; None when this version does not ship it.
         layout: the physical layout of its pages, a key of `layout.LAYOUTS`.
-        default_page_size: tokens a page when the user leaves the choice to us.
         platform: the only one it is compiled for, or None for any.
+        compute_capability: the only generation of GPU it is compiled for, or None for any.
+        dtypes: of queries. kv_dtypes: of pages. head_dims: D. None where any will do.
+        page_sizes: the only ones, the default first; None for powers of two from 4, 64 by default.
     """
 
     name: str
     module: str | None
     layout: str
-    default_page_size: int = 64
     platform: str | None = None
+    compute_capability: str | None = None
+    dtypes: tuple[str, ...] | None = None
+    kv_dtypes: tuple[str, ...] | None = None
+    head_dims: tuple[int, ...] | None = None
+    page_sizes: tuple[int, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Demand:
+    """What a backend is asked to serve. None leaves a question out.
+
+    Args:
+        platform: jax's name of it: "cpu", "gpu" or "tpu".
+        compute_capability: of a GPU, such as "9.0".
+        dtype: of queries. kv_dtype: of pages. head_dim: D. layout: of pages that are there already.
+        interpret: the kernel runs in Pallas' interpreter, on any platform.
+    """
+
+    platform: str | None = None
+    compute_capability: str | None = None
+    dtype: str | None = None
+    kv_dtype: str | None = None
+    head_dim: int | None = None
+    layout: str | None = None
+    interpret: bool = False
 
 
 _HERE = "pallas_kernels.ragged_paged_attention"
+_EIGHT_BIT = ("int8", "float8_e4m3fn", "float8_e5m2")
 
 BACKENDS = {
     "reference": Backend(name="reference", module=f"{_HERE}.reference", layout="head_major"),
     "xla": Backend(name="xla", module=f"{_HERE}.xla", layout="split"),
     "cpu": Backend(name="cpu", module=None, layout="head_major"),
-    "gpu": Backend(name="gpu", module=None, layout="head_major"),
-    "tpu": Backend(name="tpu", module=f"{_HERE}.tpu", layout="tpu", platform="tpu"),
+    "gpu": Backend(
+        name="gpu",
+        module=None,
+        layout="head_major",
+        platform="gpu",
+        compute_capability="9.0",
+        dtypes=("bfloat16",),
+        kv_dtypes=("bfloat16", *_EIGHT_BIT),
+        head_dims=(64, 128, 256),
+        page_sizes=(64,),
+    ),
+    "tpu": Backend(
+        name="tpu",
+        module=f"{_HERE}.tpu",
+        layout="tpu",
+        platform="tpu",
+        dtypes=("float32", "bfloat16"),
+        kv_dtypes=("float32", "bfloat16", *_EIGHT_BIT),
+        head_dims=(64, 128, 256),
+    ),
 }
+
+# What "auto" tries on a platform, in order.
+AUTO = {"cpu": ("xla",), "gpu": ("xla",), "tpu": ("tpu", "xla")}
 
 # The page table that the TPU kernel holds in SMEM, 1 MiB in all, may take this much when we choose.
 TPU_TABLE_BYTES = 512 * 1024
 TPU_PAGE_SIZES = (32, 64, 128, 256)
 
-AUTO = {"cpu": "xla", "gpu": "xla", "cuda": "xla", "rocm": "xla", "tpu": "tpu"}
 
-
-def resolve_backend(requested: str, platform: str) -> str:
+def resolve_backend(requested: str, demand: Demand) -> str:
     """The backend that will serve.
 
     Args:
         requested: "auto" or a name in BACKENDS.
-        platform: jax's name of the platform: "cpu", "gpu" or "tpu".
+        demand: what it has to serve; "auto" needs its platform.
 
     Returns:
-        A name in BACKENDS whose implementation ships. "auto" is "tpu" on TPU and "xla" elsewhere:
-        this version ships no kernel for GPU, and `explain_backend` says so in words.
+        A name in BACKENDS that ships and serves the demand: the one asked for, or the first of
+        AUTO's that does.
 
     Raises:
         ValueError: an unknown name or platform, or a backend that this version does not ship.
+        NotImplementedError: the backend, or for "auto" each of them, does not serve the demand.
     """
-    if requested == "auto":
-        if platform not in AUTO:
-            raise ValueError(
-                f"platform={platform!r}: no attention backend; known: {', '.join(AUTO)}"
-            )
-        return AUTO[platform]
-    return _backend(requested).name
+    if requested != "auto":
+        reason = refusal(requested, demand)
+        if reason is not None:
+            raise NotImplementedError(reason)
+        return requested
+    passed_over = []
+    for name in _candidates(demand):
+        reason = refusal(name, demand)
+        if reason is None:
+            return name
+        passed_over.append(reason)
+    raise NotImplementedError("attention_backend='auto': " + "; ".join(passed_over))
 
 
-def check_platform(name: str, platform: str) -> None:
-    """Refuses a backend whose kernels are compiled for another platform than the one at hand.
+def explain_backend(requested: str, demand: Demand) -> str:
+    """One line for the log: which backend serves and why; arguments as `resolve_backend`."""
+    name = resolve_backend(requested, demand)
+    how = ", interpreted" if demand.interpret else ""
+    if requested != "auto":
+        return f"attention backend {name}{how} (as asked)"
+    candidates = _candidates(demand)
+    passed_over = [refusal(other, demand) for other in candidates[: candidates.index(name)]]
+    because = "".join(f"; {reason}" for reason in passed_over)
+    return f"attention backend {name}{how} (auto on {demand.platform}{because})"
 
-    Args:
-        name: a backend that ships.
-        platform: jax's name of the platform.
+
+def refusal(name: str, demand: Demand) -> str | None:
+    """Why backend `name` does not serve the demand, naming the option; None where it does.
 
     Raises:
-        ValueError: it cannot run here; naming both.
+        ValueError: as `resolve_backend`.
     """
-    own = _backend(name).platform
-    if own is not None and own != platform:
-        raise ValueError(
-            f"attention_backend={name!r} runs on {own}, and this is {platform}; "
-            "--attention_backend=xla serves on every platform"
+    backend = _backend(name)
+    own = f"attention backend {name!r}"
+    if demand.interpret and backend.platform is None:
+        return f"interpret: {own} has no kernel to interpret"
+    on_device = demand.platform is not None and not demand.interpret
+    if on_device and backend.platform not in (None, demand.platform):
+        return (
+            f"attention_backend={name!r} runs on {backend.platform}, and this is "
+            f"{demand.platform}; --attention_backend=xla serves on every platform"
         )
-
-
-def explain_backend(requested: str, platform: str) -> str:
-    """One line for the log: which backend serves and why; arguments as `resolve_backend`."""
-    name = resolve_backend(requested, platform)
-    if requested != "auto":
-        return f"attention backend {name} (as asked)"
-    if platform in ("cpu", "tpu"):
-        return f"attention backend {name} (auto on {platform})"
-    return f"attention backend {name} (auto on {platform}: this version ships no {platform} kernel)"
+    questions = [
+        ("dtype", demand.dtype, backend.dtypes),
+        ("kv_cache_dtype", demand.kv_dtype, backend.kv_dtypes),
+        ("head_dim", demand.head_dim, backend.head_dims),
+    ]
+    if on_device and backend.compute_capability is not None:
+        capability = (backend.compute_capability,)
+        questions.insert(0, ("compute capability", demand.compute_capability, capability))
+    if name != "reference":  # it reads every layout
+        questions.append(("layout", demand.layout, (backend.layout,)))
+    for option, wanted, served in questions:
+        if served is not None and wanted is not None and wanted not in served:
+            return f"{option}={wanted}: {own} serves {', '.join(map(str, served))}"
+    return None
 
 
 def implementation(name: str) -> ModuleType:
@@ -109,11 +178,6 @@ def layout_of(name: str) -> str:
     return _backend(name).layout
 
 
-def default_page_size(name: str) -> int:
-    """Tokens a page when neither the user nor `pick_page_size` says; raises as `resolve_backend`."""
-    return _backend(name).default_page_size
-
-
 def pick_page_size(name: str, *, max_num_seqs: int, max_model_len: int) -> int:
     """Tokens a page when the user does not say, for rows and a context that are known.
 
@@ -124,13 +188,14 @@ def pick_page_size(name: str, *, max_num_seqs: int, max_model_len: int) -> int:
 
     Returns:
         For "tpu" the smallest of TPU_PAGE_SIZES whose page table of S rows takes at most
-        TPU_TABLE_BYTES; for others `default_page_size`.
+        TPU_TABLE_BYTES; for others 64.
 
     Raises:
         ValueError: none of them does, or as `resolve_backend`.
     """
-    if _backend(name).layout != "tpu":
-        return default_page_size(name)
+    backend = _backend(name)
+    if backend.layout != "tpu":
+        return 64 if backend.page_sizes is None else backend.page_sizes[0]
     for page_size in TPU_PAGE_SIZES:
         if 4 * max_num_seqs * -(-max_model_len // page_size) <= TPU_TABLE_BYTES:
             return page_size
@@ -149,14 +214,25 @@ def check_page_size(name: str, page_size: int) -> int:
         page_size: tokens a page.
 
     Raises:
-        ValueError: not a power of two of at least 4, or an unknown backend.
+        ValueError: one that it does not serve, or an unknown backend.
     """
-    _backend(name)
+    served = _backend(name).page_sizes
+    if served is not None and page_size not in served:
+        sizes = ", ".join(map(str, served))
+        raise ValueError(f"page_size={page_size}: attention backend {name!r} serves {sizes} only")
     if page_size < 4 or page_size & (page_size - 1):
         raise ValueError(
             f"page_size={page_size}: attention backend {name!r} serves powers of two from 4 up"
         )
     return page_size
+
+
+def _candidates(demand: Demand) -> tuple[str, ...]:
+    if demand.platform not in AUTO:
+        raise ValueError(
+            f"platform={demand.platform!r}: no attention backend; known: {', '.join(AUTO)}"
+        )
+    return AUTO[demand.platform]
 
 
 def _backend(name: str) -> Backend:

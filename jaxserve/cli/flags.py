@@ -37,6 +37,8 @@ _ENGINE_OPTIONS = (
     "kv_cache_gib",
     "memory_utilization",
     "attention_backend",
+    "attention_interpret",
+    "check_batches",
     "seed",
     "scheduling",
 )
@@ -111,6 +113,18 @@ def define_engine(flag_values: flags.FlagValues) -> None:
         "attention_backend",
         default.attention_backend,
         f"{', '.join(shipped[:-1])} or {shipped[-1]}; auto chooses by the platform.",
+        **group,
+    )
+    flags.DEFINE_boolean(
+        "attention_interpret",
+        default.attention_interpret,
+        "Run that backend's kernel in Pallas' interpreter, on this CPU and slowly: for debugging.",
+        **group,
+    )
+    flags.DEFINE_boolean(
+        "check_batches",
+        default.check_batches,
+        "Check page ids, lengths and counts of every step's batch before it runs: for debugging.",
         **group,
     )
     define_integer(

@@ -20,6 +20,7 @@ from jaxserve.model.registry import ModelFunctions, Params
 from jaxserve.schedule.batch import DeviceBatch, SampledTokens
 from jaxserve.schedule.buckets import Bucket, Buckets
 from pallas_kernels.ragged_paged_attention.layout import KVPages
+from pallas_kernels.ragged_paged_attention.row_checks import check_rows
 
 
 class DeviceStep:
@@ -174,17 +175,17 @@ class DeviceExecutor:
     Args:
         shapes: what to compile.
         params: weights, on the device, as `shapes.model.abstract_params` says.
-        backend: attention backend, for `description`.
+        check_batches: debug mode: refuse a batch whose pages, lengths or counts do not fit.
     """
 
-    def __init__(self, shapes: StepShapes, params: Params, *, backend: str):
+    def __init__(self, shapes: StepShapes, params: Params, *, check_batches: bool = False):
         self._shapes = shapes
         self._params = params
         self._layer_params = shapes.model.layer_params(params)
         self._head_params = shapes.model.head_params(params)
         size, num_layers = shapes.layers_per_program, len(self._layer_params)
         self._runs = [slice(begin, begin + size) for begin in range(0, num_layers, size)]
-        self._backend = backend
+        self._check_batches = check_batches
         self._kv_pages: list[KVPages] = []
         self._programs = ProgramTable()
         self.compile_s = 0.0
@@ -192,9 +193,11 @@ class DeviceExecutor:
 
     @property
     def description(self) -> dict[str, object]:
-        """What serves: attention_backend, dtype, platform, num_programs."""
+        """What serves: attention_backend, attention_interpret, dtype, platform, num_programs."""
+        kernel = self._shapes.model.kernel
         return {
-            "attention_backend": self._backend,
+            "attention_backend": kernel.backend,
+            "attention_interpret": kernel.interpret,
             "dtype": jnp.dtype(self._shapes.dtype).name,
             "platform": jax.default_backend(),
             "num_programs": len(self._programs),
@@ -227,7 +230,22 @@ class DeviceExecutor:
         )
 
     def submit(self, batch: DeviceBatch) -> DeviceStep:
-        """Starts a step; returns before it is done where the platform allows."""
+        """Starts a step; returns before it is done where the platform allows.
+
+        Raises:
+            ValueError: in debug mode, a batch that a kernel may not trust; nothing was started.
+        """
+        if self._check_batches:
+            check_rows(
+                batch.kv_lens,
+                batch.page_table,
+                batch.kv_starts,
+                batch.cu_q_lens,
+                batch.ranges,
+                num_tokens=batch.bucket.num_tokens,
+                num_pages=self._shapes.num_pages,
+                page_size=self._shapes.page_size,
+            )
         return self._submit(batch, self._runs)
 
     def _submit(self, batch: DeviceBatch, runs: Sequence[slice]) -> DeviceStep:

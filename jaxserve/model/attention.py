@@ -32,10 +32,23 @@ class PagedRows:
     ranges: Any  # i32[3]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionKernel:
+    """Which kernel attends and how it runs: the same for every layer, static in every program.
+
+    Args:
+        backend: a name of `pallas_kernels.dispatch`, "auto" resolved.
+        interpret: run a Pallas kernel in its interpreter, on the CPU and slowly.
+    """
+
+    backend: str
+    interpret: bool = False
+
+
 class Attention(nnx.Module):
     """Grouped-query attention; query head h reads kv head h // (H / K)."""
 
-    def __init__(self, config: ModelConfig, dtype, backend: str):
+    def __init__(self, config: ModelConfig, dtype, kernel: AttentionKernel):
         q_size = config.num_heads * config.head_dim
         kv_size = config.num_kv_heads * config.head_dim
         bias = config.attention_bias
@@ -44,7 +57,7 @@ class Attention(nnx.Module):
         self.v = Linear(config.hidden_size, kv_size, dtype, use_bias=bias)
         self.o = Linear(q_size, config.hidden_size, dtype, use_bias=bias)
         self.head_dim = config.head_dim
-        self.backend = backend
+        self.kernel = kernel
 
     def __call__(
         self,
@@ -74,6 +87,7 @@ class Attention(nnx.Module):
             rows.cu_q_lens,
             rows.ranges,
             sm_scale=self.head_dim**-0.5,
-            backend=self.backend,
+            backend=self.kernel.backend,
+            interpret=self.kernel.interpret or None,
         )
         return self.o(out.reshape(out.shape[0], -1)), kv

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxserve.model.attention import Attention, PagedRows
+from jaxserve.model.attention import Attention, AttentionKernel, PagedRows
 from jaxserve.model.layers import MLP, Embedding, Linear, RMSNorm
 from jaxserve.model_config import ModelConfig
 from pallas_kernels.ragged_paged_attention.layout import KVPages
@@ -30,9 +30,9 @@ class ModelParts(NamedTuple):
 class LlamaBlock(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, backend: str):
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, kernel: AttentionKernel):
         self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.attn = Attention(config, dtype, backend)
+        self.attn = Attention(config, dtype, kernel)
         self.post_attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.mlp = MLP(
             config.hidden_size, config.intermediate_size, dtype, use_bias=config.mlp_bias
@@ -62,16 +62,16 @@ class LlamaHead(nnx.Module):
         return self.lm_head(normed).astype(jnp.float32)
 
 
-def llama_parts(config: ModelConfig, dtype: jnp.dtype, backend: str) -> ModelParts:
+def llama_parts(config: ModelConfig, dtype: jnp.dtype, kernel: AttentionKernel) -> ModelParts:
     """The three parts of a Llama, for `registry.build_model`.
 
     Args:
         config: shapes and constants.
         dtype: of weights and activations.
-        backend: attention backend, a name of `pallas_kernels.dispatch`.
+        kernel: which attention kernel, and how it runs.
     """
     return ModelParts(
         embed=lambda: Embedding(config.vocab_size, config.hidden_size, dtype),
-        block=lambda: LlamaBlock(config, dtype, backend),
+        block=lambda: LlamaBlock(config, dtype, kernel),
         head=lambda: LlamaHead(config, dtype),
     )

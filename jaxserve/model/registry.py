@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxserve.model.attention import PagedRows
+from jaxserve.model.attention import AttentionKernel, PagedRows
 from jaxserve.model.llama import ModelParts, llama_parts
 from jaxserve.model.rope import inverse_frequencies, rotation
 from jaxserve.model_config import ModelConfig
 from pallas_kernels.ragged_paged_attention.layout import KVPages
 
-ARCHITECTURES: dict[str, Callable[[ModelConfig, jnp.dtype, str], ModelParts]] = {
+ARCHITECTURES: dict[str, Callable[[ModelConfig, jnp.dtype, AttentionKernel], ModelParts]] = {
     "llama": llama_parts
 }
 
@@ -32,11 +32,13 @@ class ModelFunctions:
 
     Args:
         config: shapes and constants.
+        kernel: which attention kernel, and how it runs.
         graphs: the NNX graph definitions of embedding, block and head.
         abstract_params: nested dict of `jax.ShapeDtypeStruct`: what params must look like.
     """
 
     config: ModelConfig
+    kernel: AttentionKernel
     graphs: dict[str, nnx.GraphDef]
     abstract_params: Params
 
@@ -98,15 +100,15 @@ class ModelFunctions:
         return nnx.merge(self.graphs["head"], head_params)(hidden)
 
 
-def build_model(config: ModelConfig, dtype: jnp.dtype, backend: str) -> ModelFunctions:
+def build_model(config: ModelConfig, dtype: jnp.dtype, kernel: AttentionKernel) -> ModelFunctions:
     """The functions of a model; nothing is allocated.
 
     Args:
         config: shapes and constants.
         dtype: of weights, activations and KV.
-        backend: attention backend, a name of `pallas_kernels.dispatch`.
+        kernel: which attention kernel, and how it runs.
     """
-    parts = ARCHITECTURES[config.architecture](config, dtype, backend)
+    parts = ARCHITECTURES[config.architecture](config, dtype, kernel)
     graphs: dict[str, nnx.GraphDef] = {}
     trees: dict[str, Mapping[str, Any]] = {}
     for name, make in parts._asdict().items():
@@ -114,4 +116,4 @@ def build_model(config: ModelConfig, dtype: jnp.dtype, backend: str) -> ModelFun
         trees[name] = nnx.to_pure_dict(state)
     layers = dict.fromkeys(range(config.num_layers), trees["block"])
     params = {**trees["head"], "embed": trees["embed"], "layers": layers}
-    return ModelFunctions(config=config, graphs=graphs, abstract_params=params)
+    return ModelFunctions(config, kernel, graphs, params)

@@ -7,9 +7,12 @@ here or there by name.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 
-from pallas_kernels import dispatch
+from pallas_kernels import compat, dispatch
 from pallas_kernels.ragged_paged_attention.layout import KVPages, is_8bit
+from pallas_kernels.ragged_paged_attention.row_checks import check_rows
 
 
 def ragged_paged_attention(
@@ -33,6 +36,7 @@ def ragged_paged_attention(
     backend: str = "auto",
     blocks: tuple | None = None,
     interpret: object = None,
+    debug: bool = False,
 ) -> tuple[jax.Array, KVPages, jax.Array | None]:
     """Write the new tokens into their pages and attend every token to its row's pages, causally.
 
@@ -40,7 +44,7 @@ def ragged_paged_attention(
     `cu_q_lens[-1]` are padding: their output is zero, and they write to page 0 only. Unwritten
     slots and page 0 may hold anything, NaN included. The result of a row does not depend on its
     neighbours or the bucket beyond rounding (about 1e-6 in f32). Page ids, lengths and counts are
-    trusted: they are traced, so whoever builds the batch checks them.
+    trusted, for they are traced, unless `debug` asks for a look at them.
 
     Args:
         q: [T, H, D] f32 or bf16, packed queries, rotated.
@@ -62,6 +66,8 @@ def ragged_paged_attention(
         blocks: block sizes for backends that are tuned by hand; None lets the backend choose.
         interpret: only for Pallas backends: True or the interpreter's own parameters run the kernel
             on the CPU, slowly; None runs it on the device.
+        debug: check page ids, lengths and counts (`row_checks.check_rows`) on the host first; under
+            jit by a call back to it, whose error arrives as a jax.errors.JaxRuntimeError.
 
     Returns:
         (out [T, H, D] of q's dtype, the pages with the new tokens written, lse f32[T, H] or None).
@@ -69,10 +75,10 @@ def ragged_paged_attention(
     Raises:
         ValueError: an argument whose shape, dtype or value does not fit, or a backend that does
             not ship.
-        NotImplementedError: an option that this backend does not serve.
+        NotImplementedError: an option, dtype, head_dim or layout that this backend does not serve.
     """
-    name = dispatch.resolve_backend(backend, jax.default_backend() if backend == "auto" else "")
     _check_arrays(q, k_new, v_new, kv, sinks)
+    name = dispatch.resolve_backend(backend, _demand(q, kv, backend, interpret))
     _check_rows(kv_lens, page_table, kv_starts, cu_q_lens, ranges)
     _check_scales(kv, k_scale, v_scale)
     dispatch.check_page_size(name, kv.page_size)
@@ -82,6 +88,10 @@ def ragged_paged_attention(
         raise ValueError(f"soft_cap={soft_cap}: must be above 0, or None")
     if kv_starts is None:
         kv_starts = jnp.zeros_like(kv_lens)
+    if debug:
+        page_table = _checked_table(
+            (kv_lens, page_table, kv_starts, cu_q_lens, ranges), q.shape[0], kv
+        )
     return dispatch.implementation(name).attend(
         q,
         k_new,
@@ -102,6 +112,38 @@ def ragged_paged_attention(
         blocks=blocks,
         interpret=interpret,
     )
+
+
+def _demand(q, kv, backend: str, interpret) -> dispatch.Demand:
+    """What the call asks for. Only "auto" looks at the device: a program may be compiled for another."""
+    platform = capability = None
+    if backend == "auto":
+        platform = jax.default_backend()
+        capability = getattr(jax.devices()[0], "compute_capability", None)
+    return dispatch.Demand(
+        platform=platform,
+        compute_capability=capability,
+        dtype=q.dtype.name,
+        kv_dtype=kv.dtype.name,
+        head_dim=kv.head_dim,
+        layout=kv.layout,
+        interpret=bool(interpret),
+    )
+
+
+def _checked_table(rows, num_tokens: int, kv) -> jax.Array:
+    """The page table, once `check_rows` has passed the rows: whoever reads it comes after the check."""
+    limits = {"num_tokens": num_tokens, "num_pages": kv.num_pages, "page_size": kv.page_size}
+
+    def check(*arrays):
+        arrays = [np.asarray(a) for a in arrays]
+        check_rows(*arrays, **limits)
+        return arrays[1]
+
+    if not any(isinstance(a, Tracer) for a in rows):
+        return jnp.asarray(check(*rows))
+    table = rows[1]
+    return compat.io_callback(check, jax.ShapeDtypeStruct(table.shape, table.dtype), *rows)
 
 
 def _expect(name: str, array, shape: tuple[int, ...], dtypes: tuple) -> None:

@@ -32,9 +32,9 @@ def attend(
     interpret,
 ):
     """See `api.ragged_paged_attention`; one token at a time over the whole of its row's table."""
-    del ranges  # which rows hold one token changes nothing here
-    if blocks is not None or interpret is not None:
-        raise NotImplementedError("blocks, interpret: attention backend 'reference' has neither")
+    del ranges, interpret  # the order of the rows changes nothing, and there is no kernel
+    if blocks is not None:
+        raise NotImplementedError("blocks: attention backend 'reference' has none")
     if k_new is not None:
         kv = layout.write(
             kv, k_new, v_new, kv_lens, page_table, kv_starts, cu_q_lens, k_scale, v_scale

@@ -5,7 +5,8 @@ Called by `api`; the kernel itself is `tpu_kernel`. This module lays out its arg
 sizes and refuses what does not fit. Compiled for v5e, v5p and v6e and run in Pallas' interpreter;
 it has not run on hardware, and block sizes are reasoned, not tuned.
 
-Invariant: what this backend does not serve is refused by name before anything is compiled.
+Invariant: blocks or tables that do not fit are refused by name before anything is compiled; dtypes,
+layouts and head_dims have been looked at in `dispatch`.
 """
 
 import dataclasses
@@ -102,10 +103,8 @@ def make_plan(q, kv, *, num_rows: int, num_entries: int, blocks=None, **options)
         options: the fields of `Plan` from `window` on.
 
     Raises:
-        NotImplementedError: a layout or element type that is not served.
         ValueError: a page table too large for SMEM, or blocks too large for VMEM.
     """
-    _refuse_pool(kv)
     pages_per_row = num_entries // num_rows
     check_smem(num_rows, pages_per_row, kv.num_kv_heads)
     num_tokens, num_heads, head_dim = q.shape
@@ -279,16 +278,6 @@ def _with_blocks(plan: Plan, blocks, num_tokens: int) -> Plan:
             f"VMEM, attention backend 'tpu' claims {VMEM_LIMIT_BYTES}; take smaller blocks"
         )
     return plan
-
-
-def _refuse_pool(kv) -> None:
-    if kv.layout != "tpu":
-        raise NotImplementedError(f"layout={kv.layout!r}: attention backend 'tpu' reads 'tpu'")
-    served = ("float32", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2")
-    if kv.dtype.name not in served:
-        raise NotImplementedError(
-            f"kv dtype {kv.dtype.name}: attention backend 'tpu' serves {', '.join(served)}"
-        )
 
 
 def _interpret_params(interpret):

@@ -49,7 +49,7 @@ def test_version(capsys):
         (["run", "--model=x", "--page-size=3", "a"], ["page_size", "3"]),
         (["run", "--model=x", "--temperature=nan", "a"], ["temperature", "nan"]),
         (["run", "--model=x", "--attention-backend=xl", "a"], ["attention_backend='xl'", "known"]),
-        (["run", "--model=x", "--attention-backend=gpu", "a"], ["does not ship that kernel"]),
+        (["run", "--model=x", "--attention-backend=cpu", "a"], ["does not ship that kernel"]),
         (["run", "--model=x", "--stop-token-ids=-3", "a"], ["stop_token_ids", "-3"]),
         (
             ["bench", "offline", "--model=x", "--workload=y", "--attention-backend=xl"],

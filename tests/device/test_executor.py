@@ -1,5 +1,7 @@
 """The device layer: everything is compiled before the first request, and the pages are updated in place."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -68,3 +70,18 @@ def test_an_unknown_bucket_or_shape_raises_instead_of_compiling():
     for wrong in (np.ones(5, np.float32), np.ones(4, np.int32)):
         with pytest.raises(TypeError):
             table["double", 4](wrong)
+
+
+def test_check_batches_refuses_a_page_id_out_of_range():
+    llm = shared_llm(check_batches=True)
+    plain = shared_llm()
+    assert llm.generate([[1, 2, 3]], greedy(2)) == plain.generate([[1, 2, 3]], greedy(2))
+    executor = llm.engine.executor
+    padding = executor._shapes.padding(Bucket(32, 4))
+    table = padding.page_table.copy()
+    table[0] = executor._shapes.num_pages
+    bad = dataclasses.replace(padding, page_table=table)
+    with pytest.raises(ValueError, match=r"page_table: row 0, entry 0 is page \d+, expected"):
+        executor.submit(bad)
+    plain.engine.executor.submit(bad).result()  # the control: without it nobody looks
+    executor.submit(padding).result()

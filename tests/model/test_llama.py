@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.model.attention import PagedRows
+from jaxserve.model.attention import AttentionKernel, PagedRows
 from jaxserve.model.registry import build_model
 from jaxserve.weights.loader import load_params, open_checkpoint
 from pallas_kernels import dispatch
@@ -18,7 +18,7 @@ def full_forward(path, token_ids, *, start=0, dtype="float32", backend="referenc
     """Logits f32[T, V] of one row through the paged model in a single call, positions from `start`."""
     checkpoint = open_checkpoint(path)
     params, config = load_params(checkpoint, jnp.dtype(dtype))
-    model = build_model(config, jnp.dtype(dtype), backend)
+    model = build_model(config, jnp.dtype(dtype), AttentionKernel(backend=backend))
     num_tokens = len(token_ids)
     num_pages = -(-num_tokens // page_size)
     pool = (num_pages + 1, page_size, config.num_kv_heads, config.head_dim, dtype)
@@ -91,7 +91,7 @@ def test_bfloat16_stays_near_float32(tmp_path):
 def test_float32_products_ask_for_full_precision(tmp_path):
     """TPU and GPU would otherwise multiply float32 in fewer bits; on CPU only the text shows it."""
     config = open_checkpoint(make_random_llama(tmp_path)).config
-    model = build_model(config, jnp.dtype("float32"), "xla")
+    model = build_model(config, jnp.dtype("float32"), AttentionKernel(backend="xla"))
     params = model.abstract_params
     x = jax.ShapeDtypeStruct((4, config.hidden_size), jnp.float32)
     text = jax.jit(model.logits).lower(model.head_params(params), x).as_text()

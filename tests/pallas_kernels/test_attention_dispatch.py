@@ -11,34 +11,69 @@ from pallas_kernels.ragged_paged_attention import layout, ragged_paged_attention
 from tests.pallas_kernels.ragged_cases import array_args, make_case, make_pages
 
 
+def demand(platform=None, **of) -> dispatch.Demand:
+    return dispatch.Demand(platform=platform, **of)
+
+
 def test_auto_follows_the_platform_and_says_why():
-    for platform, name in (("cpu", "xla"), ("gpu", "xla"), ("tpu", "tpu")):
-        assert dispatch.resolve_backend("auto", platform) == name
-    assert dispatch.explain_backend("auto", "cpu") == "attention backend xla (auto on cpu)"
-    assert dispatch.explain_backend("auto", "tpu") == "attention backend tpu (auto on tpu)"
-    assert "ships no gpu kernel" in dispatch.explain_backend("auto", "gpu")
-    assert "as asked" in dispatch.explain_backend("reference", "cpu")
+    for platform, name in (("cpu", "xla"), ("tpu", "tpu")):
+        wanted = demand(platform, dtype="float32", kv_dtype="float32", head_dim=64)
+        assert dispatch.resolve_backend("auto", wanted) == name
+        expected = f"attention backend {name} (auto on {platform})"
+        assert dispatch.explain_backend("auto", wanted) == expected
+    assert "as asked" in dispatch.explain_backend("reference", demand("cpu"))
 
 
-@pytest.mark.parametrize("name", ["gpu", "cpu"])
-def test_a_kernel_that_does_not_ship_is_refused_and_the_way_out_named(name):
-    for ask in (dispatch.layout_of, dispatch.default_page_size, dispatch.implementation):
-        with pytest.raises(ValueError, match=f"{name}.*--attention_backend=xla"):
-            ask(name)
-    with pytest.raises(ValueError, match=f"{name}.*--attention_backend=xla"):
-        dispatch.resolve_backend(name, name)
+def test_auto_names_what_it_passed_over():
+    odd = demand("tpu", head_dim=96)
+    assert dispatch.resolve_backend("auto", odd) == "xla"
+    expected = "attention backend xla (auto on tpu; head_dim=96: attention backend 'tpu' serves 64, 128, 256)"
+    assert dispatch.explain_backend("auto", odd) == expected
+
+
+def test_a_kernel_that_does_not_ship_is_refused_and_the_way_out_named():
+    for ask in (dispatch.layout_of, dispatch.implementation):
+        with pytest.raises(ValueError, match=r"cpu.*--attention_backend=xla"):
+            ask("cpu")
+    with pytest.raises(ValueError, match=r"cpu.*--attention_backend=xla"):
+        dispatch.resolve_backend("cpu", demand("cpu"))
 
 
 def test_unknown_names_are_refused():
     with pytest.raises(ValueError, match="attention_backend='flash'"):
-        dispatch.resolve_backend("flash", "cpu")
+        dispatch.resolve_backend("flash", demand("cpu"))
     with pytest.raises(ValueError, match="platform='abacus'"):
-        dispatch.resolve_backend("auto", "abacus")
+        dispatch.resolve_backend("auto", demand("abacus"))
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted", "message"),
+    [
+        ("tpu", demand("cpu"), "'tpu' runs on tpu, and this is cpu; --attention_backend=xla"),
+        ("tpu", demand("tpu", dtype="float16"), "dtype=float16: .*'tpu' serves float32, bfloat16"),
+        ("tpu", demand("tpu", kv_dtype="float16"), "kv_cache_dtype=float16: .*'tpu' serves"),
+        ("tpu", demand("tpu", head_dim=32), "head_dim=32: attention backend 'tpu' serves 64, 128"),
+        ("xla", demand("cpu", layout="tpu"), "layout=tpu: attention backend 'xla' serves split"),
+        ("xla", demand("cpu", interpret=True), "interpret: .*'xla' has no kernel to interpret"),
+        ("auto", demand("cpu", interpret=True), "'auto': interpret: .*'xla' has no kernel"),
+    ],
+)
+def test_what_a_backend_does_not_serve_is_refused_by_name(name, wanted, message):
+    with pytest.raises(NotImplementedError, match=message):
+        dispatch.resolve_backend(name, wanted)
+
+
+def test_an_interpreted_kernel_runs_on_any_platform():
+    wanted = demand("cpu", interpret=True, head_dim=64)
+    assert (
+        dispatch.explain_backend("tpu", wanted) == "attention backend tpu, interpreted (as asked)"
+    )
 
 
 @pytest.mark.parametrize("name", ["xla", "reference", "tpu"])
 def test_page_sizes(name):
-    assert dispatch.check_page_size(name, dispatch.default_page_size(name)) == 64
+    usual = dispatch.pick_page_size(name, max_num_seqs=4, max_model_len=64)
+    assert dispatch.check_page_size(name, usual) == usual
     assert dispatch.check_page_size(name, 4) == 4
     for bad in (0, 1, 2, 3, 12, 100, -8):
         with pytest.raises(ValueError, match=f"page_size={bad}:"):
@@ -89,7 +124,7 @@ BAD = {
     "k_scale": ({"k_scale": jnp.ones(2)}, "k_scale: not allowed"),
     "window": ({"window": 0}, "window=0"),
     "soft_cap": ({"soft_cap": 0.0}, "soft_cap=0.0"),
-    "backend": ({"backend": "gpu"}, "attention_backend='gpu'"),
+    "backend": ({"backend": "cpu"}, "attention_backend='cpu'"),
 }
 
 
