@@ -121,9 +121,9 @@ def build_engine(config: EngineConfig, loaded: LoadedModel) -> tuple[Engine, Sta
     dtype = resolve_dtype(config.dtype)
     max_model_len = _resolve_max_model_len(config, loaded.config)
     buckets = _resolve_buckets(config)
-    demand = _attention_demand(config, loaded.config, dtype)
-    backend, page_size = _resolve_attention(config, demand, buckets.max_num_seqs, max_model_len)
-    kernel = AttentionKernel(backend=backend, interpret=config.attention_interpret)
+    kernel, page_size, explanation = _resolve_attention(
+        config, loaded.config, dtype, buckets.max_num_seqs, max_model_len
+    )
     model = build_model(loaded.config, dtype, kernel)
     params = _to_device(loaded.params, model.abstract_params)
     load_s = loaded.load_s + time.monotonic() - begin
@@ -135,20 +135,16 @@ def build_engine(config: EngineConfig, loaded: LoadedModel) -> tuple[Engine, Sta
         num_pages=max_pages + 1,  # enough to compile against; replaced once the pool is sized
         page_size=page_size,
         max_pages=max_pages,
-        layout=dispatch.layout_of(backend),
+        layout=dispatch.layout_of(kernel.backend),
         dtype=dtype,
         layers_per_program=_layers_per_program(loaded.config.num_layers),
     )
     pool = _size_pool(config, max_model_len, shapes)
     shapes = dataclasses.replace(shapes, num_pages=pool.num_pages)
     executor = DeviceExecutor(shapes, params, check_batches=config.check_batches)
-    _LOG.info(
-        "compiling %d programs%s",
-        len(shapes.programs()),
-        ""
-        if jax.config.jax_compilation_cache_dir
-        else " (no compilation_cache_dir: at every start)",
-    )
+    kept = jax.config.jax_compilation_cache_dir
+    again = "" if kept else " (no compilation_cache_dir: at every start)"
+    _LOG.info("compiling %d programs%s", len(shapes.programs()), again)
     executor.warm_up()
     engine = Engine(
         executor=executor,
@@ -165,7 +161,7 @@ def build_engine(config: EngineConfig, loaded: LoadedModel) -> tuple[Engine, Sta
     )
     _LOG.info(
         "%s, dtype %s, max_model_len %d, %d KV pages of %d tokens (%.2f GiB, by %s)",
-        dispatch.explain_backend(config.attention_backend, demand),
+        explanation,
         dtype.name,
         max_model_len,
         pool.num_pages - 1,  # what requests can have: all but the null page
@@ -192,11 +188,15 @@ def _use_compilation_cache(folder: str | Path) -> None:
     compilation_cache.reset_cache()  # jax looks at the folder once, when it first compiles anything
 
 
-def _attention_demand(
-    config: EngineConfig, model: ModelConfig, dtype: jnp.dtype
-) -> dispatch.Demand:
-    """What an attention backend must serve here."""
-    return dispatch.Demand(
+def _resolve_attention(
+    config: EngineConfig,
+    model: ModelConfig,
+    dtype: jnp.dtype,
+    max_num_seqs: int,
+    max_model_len: int,
+) -> tuple[AttentionKernel, int, str]:
+    """(the kernel, tokens a page, why that kernel)."""
+    demand = dispatch.Demand(
         platform=jax.default_backend(),
         compute_capability=getattr(jax.devices()[0], "compute_capability", None),
         dtype=dtype.name,
@@ -204,11 +204,6 @@ def _attention_demand(
         head_dim=model.head_dim,
         interpret=config.attention_interpret,
     )
-
-
-def _resolve_attention(
-    config: EngineConfig, demand: dispatch.Demand, max_num_seqs: int, max_model_len: int
-) -> tuple[str, int]:
     try:
         backend = dispatch.resolve_backend(config.attention_backend, demand)
         page_size = config.cache.page_size
@@ -219,7 +214,8 @@ def _resolve_attention(
         dispatch.check_page_size(backend, page_size)
     except (ValueError, NotImplementedError) as error:
         raise ConfigError(str(error)) from None
-    return backend, page_size
+    kernel = AttentionKernel(backend=backend, interpret=config.attention_interpret)
+    return kernel, page_size, dispatch.explain_backend(config.attention_backend, demand)
 
 
 def _resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:

@@ -108,6 +108,22 @@ def define_engine(flag_values: flags.FlagValues) -> None:
         **group,
     )
     _define_page_pool(default.cache, group)
+    _define_attention(default, group)
+    define_integer(
+        "seed",
+        default.seed,
+        "Draws of a line without a seed follow from this and the line's index.",
+        **group,
+    )
+    flags.DEFINE_string(
+        "compilation_cache_dir",
+        COMPILATION_CACHE_DIR,
+        "Where compiled programs are kept between runs; empty = nowhere.",
+        **group,
+    )
+
+
+def _define_attention(default: EngineConfig, group: Mapping[str, Any]) -> None:
     shipped = _shipped_backends()
     flags.DEFINE_string(
         "attention_backend",
@@ -125,18 +141,6 @@ def define_engine(flag_values: flags.FlagValues) -> None:
         "check_batches",
         default.check_batches,
         "Check page ids, lengths and counts of every step's batch before it runs: for debugging.",
-        **group,
-    )
-    define_integer(
-        "seed",
-        default.seed,
-        "Draws of a line without a seed follow from this and the line's index.",
-        **group,
-    )
-    flags.DEFINE_string(
-        "compilation_cache_dir",
-        COMPILATION_CACHE_DIR,
-        "Where compiled programs are kept between runs; empty = nowhere.",
         **group,
     )
 

@@ -33,7 +33,7 @@ def test_a_sound_batch_passes():
     check(kv_lens=[16, 9, 0], kv_starts=[12, 0, 0])  # the first three pages of row 0 are freed
     check(page_table=[0, 2, 0, 3, 4, 5, 0, 0, 0])  # so is one before a window
     check(page_table=[3, 2, 0, 3, 4, 5, 0, 0, 0])  # a shared page that nobody writes
-    empty = dict.fromkeys(("kv_lens", "kv_starts", "ranges"), [0, 0, 0])
+    empty = {name: [0, 0, 0] for name in ("kv_lens", "kv_starts", "ranges")}
     check(**empty, cu_q_lens=[0, 0, 0, 0], page_table=[0] * 9)
 
 
