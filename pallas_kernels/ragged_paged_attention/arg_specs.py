@@ -1,9 +1,11 @@
-"""Named real shapes, shared by tests, benchmarks and tuning.
+"""Named shapes, shared by tests, benchmarks and tuning: heads and steps of real models, and `CASES`,
+small calls that are awkward in one way each.
 
 Invariant: a name means the same shapes everywhere, so that a number measured under it can be compared.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,4 +56,107 @@ STEPS = {
     "chunk-512-c512": StepSpec(num_rows=1, num_tokens=512, context=512),
     "chunk-512-c2048": StepSpec(num_rows=1, num_tokens=512, context=2048),
     "chunk-8x64": StepSpec(num_rows=8, num_tokens=64, context=64),
+}
+
+
+class Length(NamedTuple):
+    """A number of tokens that has the same corners whatever the page size."""
+
+    pages: int
+    tokens: int  # more, or less, than those pages hold
+
+    def at(self, page_size: int) -> int:
+        """Tokens at a page size."""
+        return self.pages * page_size + self.tokens
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CaseSpec:
+    """A call small enough for an interpreter. Page size and dtype are whoever runs it's to choose.
+
+    Args:
+        rows: (new tokens, context including them) of each row, single-token rows first.
+        heads: (H, K, D).
+        kv_dtype: element type of an 8-bit pool; None for that of the queries.
+        starts: first page of each row that is still there (`kv_starts`, in pages); () for zeros.
+        freed: rows whose first page is gone: the null page stands in its place, before the window.
+        shared: whether rows 0 and 1 share their first page.
+        spoilt: whether a live slot of row 0 holds NaN: its own result is NaN, no other row's is.
+        owns_last_page: whether row 0 owns the last page of the pool.
+        writes: whether there are new keys and values; else the pages hold them already.
+        sinks: whether there are sinks.
+        window, soft_cap: options of the call.
+    """
+
+    rows: tuple[tuple[Length, Length], ...]
+    heads: tuple[int, int, int] = (4, 2, 64)
+    kv_dtype: str | None = None
+    starts: tuple[int, ...] = ()
+    freed: tuple[int, ...] = ()
+    shared: bool = False
+    spoilt: bool = False
+    owns_last_page: bool = False
+    writes: bool = True
+    sinks: bool = False
+    window: int | None = None
+    soft_cap: float | None = None
+
+
+ONE = Length(0, 1)
+PAGE = Length(1, 0)
+_MIXED = (
+    (ONE, Length(2, 0)),
+    (ONE, Length(0, 3)),
+    (Length(0, 2), Length(1, 1)),
+    (Length(0, 5), Length(2, 3)),
+)
+_SHORT = ((ONE, Length(1, 2)), (Length(0, 3), Length(1, 1)))
+
+# Each is run with room for more rows and tokens than it has, all padding, and with NaN in everything
+# that nobody may read: unwritten slots of its pages, pages that nobody owns, the null page.
+CASES = {
+    "length 1": CaseSpec(rows=((ONE, ONE),)),
+    "length of a page": CaseSpec(rows=((ONE, PAGE),)),
+    "a page and 1": CaseSpec(rows=((ONE, Length(1, 1)),)),
+    "single tokens": CaseSpec(
+        rows=tuple((ONE, n) for n in (ONE, PAGE, Length(1, 1), Length(3, 2)))
+    ),
+    "a chunk, nothing before it": CaseSpec(rows=((Length(1, 2), Length(1, 2)),)),
+    "a chunk of a page": CaseSpec(rows=((PAGE, PAGE),)),
+    "a chunk after a prefix": CaseSpec(rows=((Length(0, 5), Length(2, 1)),)),
+    "mixed": CaseSpec(rows=_MIXED),
+    "a row without tokens": CaseSpec(
+        rows=((ONE, Length(1, 2)), (Length(0, 0), Length(1, 1)), (Length(0, 3), Length(0, 3)))
+    ),
+    "all rows padding": CaseSpec(rows=()),
+    "the last page of the pool": CaseSpec(rows=_SHORT, owns_last_page=True),
+    "shared pages": CaseSpec(rows=((ONE, Length(1, 2)), (Length(0, 2), Length(2, 1))), shared=True),
+    "NaN of one row": CaseSpec(
+        rows=((ONE, Length(2, 1)), (ONE, Length(0, 3)), (Length(0, 3), Length(1, 1))), spoilt=True
+    ),
+    "pages written before": CaseSpec(rows=_SHORT, writes=False),
+    "window below a page": CaseSpec(rows=_MIXED, window=3),
+    "window of one token": CaseSpec(rows=_SHORT, window=1),
+    "window above the length": CaseSpec(rows=_SHORT, window=1000),
+    "freed pages before the window": CaseSpec(
+        rows=((ONE, Length(2, 2)), (Length(0, 2), Length(2, 3))), window=3, freed=(0, 1)
+    ),
+    "kv_starts": CaseSpec(
+        rows=((ONE, Length(9, 2)), (ONE, Length(0, 3)), (Length(0, 3), Length(7, 1))),
+        starts=(8, 0, 5),
+    ),
+    "kv_starts and a window": CaseSpec(
+        rows=((ONE, Length(9, 2)), (Length(0, 3), Length(7, 1))), starts=(7, 5), window=4
+    ),
+    "soft cap": CaseSpec(rows=_SHORT, soft_cap=1.5),
+    "sinks": CaseSpec(rows=_SHORT, sinks=True),
+    "window, soft cap and sinks": CaseSpec(rows=_MIXED, window=5, soft_cap=1.5, sinks=True),
+    "9 heads over 3": CaseSpec(rows=_SHORT, heads=(9, 3, 64)),
+    "mha": CaseSpec(rows=_SHORT, heads=(3, 3, 128)),
+    "mqa": CaseSpec(rows=_SHORT, heads=(4, 1, 64)),
+    "head_dim 128": CaseSpec(rows=_MIXED, heads=(8, 2, 128)),
+    "head_dim 256": CaseSpec(rows=_SHORT, heads=(4, 1, 256)),
+    "int8": CaseSpec(rows=_SHORT, heads=(9, 3, 64), kv_dtype="int8"),
+    "e4m3": CaseSpec(rows=_SHORT, heads=(4, 2, 128), kv_dtype="float8_e4m3fn"),
+    "e5m2": CaseSpec(rows=_SHORT, kv_dtype="float8_e5m2"),
 }

@@ -14,6 +14,7 @@ import numpy as np
 
 from pallas_kernels import dispatch
 from pallas_kernels.ragged_paged_attention import KVPages
+from pallas_kernels.ragged_paged_attention.arg_specs import CaseSpec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,6 +60,8 @@ def make_case(
     dtype="float32",
     kv_dtype=None,
     starts=None,
+    shared=False,
+    owns_last_page=False,
 ) -> Case:
     """Build a batch.
 
@@ -66,6 +69,8 @@ def make_case(
         rows: (new tokens, context length) per row, single-token rows first.
         num_tokens, num_rows, num_pages, pages_per_row: the bucket; None takes the least that holds the rows.
         starts: absolute position of each row's first page, or None for zeros.
+        shared: rows 0 and 1 have the same first page.
+        owns_last_page: row 0 has the last page of the pool.
     """
     rng = np.random.default_rng(seed)
     kv_dtype = kv_dtype or dtype
@@ -91,10 +96,15 @@ def make_case(
     before = np.full((num_pages, kv_heads, 2, page, head_dim), poison, np.float32).astype(kv_dtype)
     table = np.zeros((num_rows, pages_per_row), np.int32)
     free = list(rng.permutation(np.arange(1, num_pages)))
+    if owns_last_page:
+        free.remove(num_pages - 1)
+        free.append(num_pages - 1)
     writes = []
     token = 0
     for r, ((new, length), start, count) in enumerate(zip(rows, starts, needed, strict=True)):
         table[r, :count] = [free.pop() for _ in range(count)]
+        if shared and r == 1:
+            table[1, 0] = table[0, 0]
         for i in range(length - start):
             place = table[r, i // page], slice(None), slice(None), i % page
             if start + i < length - new:
@@ -127,6 +137,35 @@ def make_case(
         k_scale=k_scale,
         v_scale=v_scale,
     )
+
+
+def case_of(spec: CaseSpec, *, page: int, dtype: str) -> Case:
+    """The case at a page size and a dtype, in one bucket for all, so that programs are shared."""
+    rows = [(new.at(page), context.at(page)) for new, context in spec.rows]
+    num_heads, kv_heads, head_dim = spec.heads
+    case = make_case(
+        rows,
+        num_tokens=page + 8,
+        num_rows=6,
+        pages_per_row=4,
+        num_pages=12,
+        page=page,
+        heads=(num_heads, kv_heads),
+        head_dim=head_dim,
+        dtype=dtype,
+        kv_dtype=spec.kv_dtype,
+        starts=[first * page for first in spec.starts],
+        shared=spec.shared,
+        owns_last_page=spec.owns_last_page,
+    )
+    table = case.page_table.reshape(6, -1)
+    table[list(spec.freed), 0] = 0
+    if spec.spoilt:
+        place = table[0, 0], slice(None), slice(None), 1
+        case.before[place] = case.after[place] = np.nan
+    if not spec.writes:
+        case = dataclasses.replace(case, before=case.after, k_new=None, v_new=None)
+    return case
 
 
 def oracle(case: Case, *, sm_scale, window=None, soft_cap=None, sinks=None):

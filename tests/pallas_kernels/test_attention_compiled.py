@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.ragged_paged_attention import ragged_paged_attention, xla
+from pallas_kernels.ragged_paged_attention import KVPages, ragged_paged_attention, xla
 from tests.pallas_kernels.ragged_cases import array_args, make_case, make_pages
 
 NUM_PAGES = 200  # so that a pool outweighs every temporary
@@ -101,3 +101,43 @@ def test_tuned_blocks_follow_the_page_size():
             assert 1 <= pages <= 128
             assert all(tokens >= 32 and count >= 1 for tokens, count in tiles)
             assert len(tiles) == (1 if num_tokens <= 64 else 2)
+
+
+def _temp_bytes(num_tokens: int, context: int, attend) -> int:
+    """Temporaries of one layer's attention: a chunk of one row over its context, by shapes alone."""
+    page, heads, kv_heads, head_dim = 64, 9, 3, 64
+    pages_per_row = context // page
+    shapes = {
+        "q": ((num_tokens, heads, head_dim), jnp.float32),
+        "k_new": ((num_tokens, kv_heads, head_dim), jnp.float32),
+        "v_new": ((num_tokens, kv_heads, head_dim), jnp.float32),
+        "kv_lens": ((1,), jnp.int32),
+        "page_table": ((pages_per_row,), jnp.int32),
+        "kv_starts": ((1,), jnp.int32),
+        "cu_q_lens": ((2,), jnp.int32),
+        "ranges": ((3,), jnp.int32),
+    }
+    args = {name: jax.ShapeDtypeStruct(*shape) for name, shape in shapes.items()}
+    args["kv"] = KVPages.abstract("split", pages_per_row + 1, page, kv_heads, head_dim, jnp.float32)
+    compiled = jax.jit(attend, donate_argnames="kv").lower(**args).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def _paged(**args):
+    out, kv, _ = ragged_paged_attention(**args, sm_scale=0.2, backend="xla")
+    return out, kv
+
+
+def _dense(*, q, k_new, v_new, kv, **_):
+    """The control: attention with its whole matrix of scores."""
+    grouped = q.reshape(q.shape[0], 3, 3, 64)
+    scores = jnp.einsum("tkgd,ckd->kgtc", grouped, k_new)
+    return jnp.einsum("kgtc,ckd->tkgd", jax.nn.softmax(scores, axis=-1), v_new), kv
+
+
+def test_temporaries_grow_linearly_with_chunk_and_context():
+    """FlashAttention's claim: no matrix of scores. Four times the tokens take four times the bytes."""
+    small, large = _temp_bytes(512, 512, _paged), _temp_bytes(2048, 2048, _paged)
+    assert large <= 4.4 * small
+    assert _temp_bytes(512, 8192, _paged) <= 1.1 * small  # more context: hardly any more
+    assert _temp_bytes(2048, 2048, _dense) >= 12 * _temp_bytes(512, 512, _dense)

@@ -120,48 +120,6 @@ def test_long_rows_take_the_large_tile_and_short_ones_the_small():
     check(case, "xla", blocks=None)
 
 
-OPTIONS = {
-    "window below a page": {"window": 3},
-    "window above the length": {"window": 100},
-    "soft cap": {"soft_cap": 1.5},
-    "all": {"window": 9, "soft_cap": 1.5, "sinks": np.linspace(-1, 2, 4, dtype=np.float32)},
-    "sinks": {"sinks": np.linspace(-1, 2, 4, dtype=np.float32)},
-}
-
-
-@pytest.mark.parametrize("backend", ["reference", "xla"])
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_options(options, backend):
-    check(make_case(MIXES["mixed"], **BUCKET), backend, **options)
-
-
-@pytest.mark.parametrize("backend", ["reference", "xla"])
-@pytest.mark.parametrize("window", [None, 3])
-def test_kv_starts_move_the_first_page(backend, window):
-    case = make_case([(1, 30), (1, 3), (5, 40), (9, 31)], starts=[24, 0, 20, 12], **BUCKET)
-    check(case, backend, window=window)
-
-
-def test_pages_before_the_window_may_be_gone():
-    """A freed page leaves entry 0 behind; the null page is poison and must not be read through it."""
-    rows = [(1, 17), (5, 18)]
-    case = make_case(rows, **BUCKET)
-    table = case.page_table.copy().reshape(BUCKET["num_rows"], -1)
-    table[:2, :2] = 0  # slots 0..7; the window of 3 begins at 14 and 11
-    check(dataclasses.replace(case, page_table=table.reshape(-1)), "xla", window=3)
-
-
-@pytest.mark.parametrize("backend", ["reference", "xla"])
-@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
-def test_8_bit_pages_with_scales_per_head(kv_dtype, backend):
-    check(make_case(MIXES["mixed"], kv_dtype=kv_dtype, **BUCKET), backend)
-
-
-def test_bfloat16():
-    case = make_case(MIXES["mixed"], dtype="bfloat16", **BUCKET)
-    check(case, "xla", tolerance=2**-8)
-
-
 def test_one_token_bucket():
     check(make_case([(1, 30)], pages_per_row=8, num_rows=6), "xla", blocks=None)
 
