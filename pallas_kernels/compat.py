@@ -4,9 +4,13 @@ Called by the kernels and their tests. Invariant: no other module imports from `
 or `jax._src`, so that when a release moves a name, only this file changes (jax 0.11.2 to 0.12).
 """
 
+from typing import Any
+
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental import io_callback
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
 # `io_callback` calls the host from inside a program.
@@ -37,20 +41,77 @@ def tpu_races_found() -> bool:
     return races is not None and races.races_found
 
 
+# The program of a Hopper kernel, and where it reads and writes.
+gpu_kernel = plgpu.kernel
+Barrier = plgpu.Barrier
+SMEM = plgpu.SMEM
+OOBFillMode = plgpu.OOBFillMode
+
+# Inside a Hopper kernel.
+barrier_wait = plgpu.barrier_wait
+copy_gmem_to_smem = plgpu.copy_gmem_to_smem
+copy_smem_to_gmem = plgpu.copy_smem_to_gmem
+wait_smem_to_gmem = plgpu.wait_smem_to_gmem
+
+# Running a Hopper kernel on a CPU.
+GpuInterpretParams = plgpu.InterpretGPUParams
+reset_gpu_interpreter = gpu_callbacks.reset_gpu_interpret_mode_state
+
+
+def gpu_races_found() -> bool:
+    """Whether the last interpreted kernel had a race. jax 0.11 only records it; 0.12 also raises."""
+    races = gpu_callbacks._races
+    return races is not None and races.races_found
+
+
+def interpreter(interpret: object, parameters: type) -> Any:
+    """What a kernel call takes as `interpret`.
+
+    Args:
+        interpret: None or False for the device, True for the interpreter that simulates it, or that
+            interpreter's parameters.
+        parameters: their class, TpuInterpretParams or GpuInterpretParams.
+
+    Raises:
+        ValueError: anything else.
+    """
+    if interpret is None or interpret is False:
+        return False
+    if interpret is True:
+        return parameters()
+    if isinstance(interpret, parameters):
+        return interpret
+    raise ValueError(
+        f"interpret={interpret!r}: expected None, True, False or {parameters.__name__}"
+    )
+
+
 __all__ = [
     "ANY",
+    "SMEM",
     "VMEM",
+    "Barrier",
     "BlockSpec",
     "DmaSemaphore",
+    "GpuInterpretParams",
+    "OOBFillMode",
     "TpuCompilerParams",
     "TpuGridSpec",
     "TpuInterpretParams",
+    "barrier_wait",
     "bitcast",
+    "copy_gmem_to_smem",
+    "copy_smem_to_gmem",
     "ds",
+    "gpu_kernel",
+    "gpu_races_found",
+    "interpreter",
     "io_callback",
     "make_async_copy",
     "pallas_call",
+    "reset_gpu_interpreter",
     "reset_tpu_interpreter",
     "tpu_races_found",
+    "wait_smem_to_gmem",
     "when",
 ]

@@ -92,6 +92,13 @@ AUTO = {"cpu": ("xla",), "gpu": ("xla",), "tpu": ("tpu", "xla")}
 TPU_TABLE_BYTES = 512 * 1024
 TPU_PAGE_SIZES = (32, 64, 128, 256)
 
+# Backend -> the module that copies the pages of its pools. Two kernels; XLA reads every pool.
+_XLA_COPIES = "pallas_kernels.page_copy.xla"
+PAGE_COPIES = dict.fromkeys(BACKENDS, _XLA_COPIES) | {
+    "gpu": "pallas_kernels.page_copy.gpu",
+    "tpu": "pallas_kernels.page_copy.tpu",
+}
+
 
 def resolve_backend(requested: str, demand: Demand) -> str:
     """The backend that will serve.
@@ -171,6 +178,30 @@ def implementation(name: str) -> ModuleType:
     module = _backend(name).module
     assert module is not None  # _backend refuses what does not ship
     return importlib.import_module(module)
+
+
+def page_copies(requested: str, demand: Demand) -> tuple[str, ModuleType]:
+    """The backend that copies pages, and its module with `copy`, `gather`, `scatter` and `LAYOUTS`.
+
+    Args:
+        requested: a name in PAGE_COPIES, which is not looked at further, or "auto".
+        demand: the pool and the device; read only for "auto": the first of AUTO's that serves it.
+
+    Raises:
+        ValueError: an unknown name or platform.
+    """
+    name = requested
+    if requested == "auto":
+        name = next(
+            name
+            for name in _candidates(demand)
+            if PAGE_COPIES[name] == _XLA_COPIES or refusal(name, demand) is None
+        )
+    if name not in PAGE_COPIES:
+        raise ValueError(
+            f"backend={name!r}: no such backend; known: auto, {', '.join(PAGE_COPIES)}"
+        )
+    return name, importlib.import_module(PAGE_COPIES[name])
 
 
 def layout_of(name: str) -> str:

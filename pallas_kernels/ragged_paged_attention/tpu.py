@@ -60,7 +60,7 @@ def attend(
     `blocks` is a pair: pages in a block of keys, query tokens in a tile. `interpret` is None or
     False for the device, True or `compat.TpuInterpretParams` for Pallas' interpreter.
     """
-    interpret = _interpret_params(interpret)
+    interpret = compat.interpreter(interpret, compat.TpuInterpretParams)
     plan = make_plan(
         q,
         kv,
@@ -278,17 +278,6 @@ def _with_blocks(plan: Plan, blocks, num_tokens: int) -> Plan:
             f"VMEM, attention backend 'tpu' claims {VMEM_LIMIT_BYTES}; take smaller blocks"
         )
     return plan
-
-
-def _interpret_params(interpret):
-    """What pallas_call takes: False, or the parameters of the interpreter that runs DMAs."""
-    if interpret is None or interpret is False:
-        return False
-    if interpret is True:
-        return compat.TpuInterpretParams()
-    if isinstance(interpret, compat.TpuInterpretParams):
-        return interpret
-    raise ValueError(f"interpret={interpret!r}: expected None, True, False or TpuInterpretParams")
 
 
 def _next_power_of_2(n: int) -> int:
