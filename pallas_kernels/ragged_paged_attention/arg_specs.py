@@ -58,6 +58,18 @@ STEPS = {
     "chunk-8x64": StepSpec(num_rows=8, num_tokens=64, context=64),
 }
 
+# Large enough to fill an accelerator.
+LARGE_STEPS = {
+    "decode-b1-c8192": StepSpec(num_rows=1, num_tokens=1, context=8192),
+    "decode-b16-c1024": STEPS["decode-b16-c1024"],
+    "decode-b64-c4096": StepSpec(num_rows=64, num_tokens=1, context=4096),
+    "decode-b256-c1024": StepSpec(num_rows=256, num_tokens=1, context=1024),
+    "chunk-512-c2048": STEPS["chunk-512-c2048"],
+    "chunk-2048-c2048": StepSpec(num_rows=1, num_tokens=2048, context=2048),
+    "chunk-2048-c16384": StepSpec(num_rows=1, num_tokens=2048, context=16384),
+    "chunk-32x64": StepSpec(num_rows=32, num_tokens=64, context=64),
+}
+
 
 class Length(NamedTuple):
     """A number of tokens that has the same corners whatever the page size."""
