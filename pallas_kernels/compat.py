@@ -5,7 +5,9 @@ or `jax._src`, so that when a release moves a name, only this file changes (jax 
 """
 
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
 # The program of a kernel, and where it reads and writes.
@@ -34,19 +36,77 @@ def tpu_races_found() -> bool:
     return races is not None and races.races_found
 
 
+# The program of a Hopper kernel, and where it reads and writes.
+gpu_kernel = plgpu.kernel
+GpuCompilerParams = plgpu.CompilerParams
+GpuBarrier = plgpu.Barrier
+GpuSmem = plgpu.SMEM
+GpuAccumulator = plgpu.ACC
+GpuLayout = plgpu.Layout
+GpuTiling = plgpu.TilingTransform
+GpuSwizzle = plgpu.SwizzleTransform
+
+# Inside a Hopper kernel.
+loop = pl.loop
+multiple_of = pl.multiple_of
+run_scoped = pl.run_scoped
+barrier_arrive = plgpu.barrier_arrive
+barrier_wait = plgpu.barrier_wait
+commit_smem = plgpu.commit_smem
+copy_gmem_to_smem = plgpu.copy_gmem_to_smem
+copy_smem_to_gmem = plgpu.copy_smem_to_gmem
+gpu_iota = plgpu.broadcasted_iota
+layout_cast = plgpu.layout_cast
+wait_smem_to_gmem = plgpu.wait_smem_to_gmem
+wgmma = plgpu.wgmma
+
+# Running a Hopper kernel on a CPU.
+GpuInterpretParams = plgpu.InterpretGPUParams
+reset_gpu_interpreter = gpu_callbacks.reset_gpu_interpret_mode_state
+
+
+def gpu_races_found() -> bool:
+    """Whether the last interpreted kernel had a race. jax 0.11 only records it; 0.12 also raises."""
+    races = gpu_callbacks._races
+    return races is not None and races.races_found
+
+
 __all__ = [
     "ANY",
     "VMEM",
     "BlockSpec",
     "DmaSemaphore",
+    "GpuAccumulator",
+    "GpuBarrier",
+    "GpuCompilerParams",
+    "GpuInterpretParams",
+    "GpuLayout",
+    "GpuSmem",
+    "GpuSwizzle",
+    "GpuTiling",
     "TpuCompilerParams",
     "TpuGridSpec",
     "TpuInterpretParams",
+    "barrier_arrive",
+    "barrier_wait",
     "bitcast",
+    "commit_smem",
+    "copy_gmem_to_smem",
+    "copy_smem_to_gmem",
     "ds",
+    "gpu_iota",
+    "gpu_kernel",
+    "gpu_races_found",
+    "layout_cast",
+    "loop",
     "make_async_copy",
+    "multiple_of",
     "pallas_call",
+    "reset_gpu_interpreter",
     "reset_tpu_interpreter",
+    "run_scoped",
     "tpu_races_found",
+    "wait_smem_to_gmem",
+    "wgmma",
     "when",
 ]
