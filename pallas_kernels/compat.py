@@ -4,6 +4,8 @@ Called by the kernels and their tests. Invariant: no other module imports from `
 or `jax._src`, so that when a release moves a name, only this file changes (jax 0.11.2 to 0.12).
 """
 
+from typing import Any
+
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental import pallas as pl
@@ -39,12 +41,12 @@ def tpu_races_found() -> bool:
 # The program of a Hopper kernel, and where it reads and writes.
 gpu_kernel = plgpu.kernel
 GpuCompilerParams = plgpu.CompilerParams
-GpuBarrier = plgpu.Barrier
-GpuSmem = plgpu.SMEM
-GpuAccumulator = plgpu.ACC
+Barrier = plgpu.Barrier
+SMEM = plgpu.SMEM
+WgmmaAccumulator = plgpu.ACC
 GpuLayout = plgpu.Layout
-GpuTiling = plgpu.TilingTransform
-GpuSwizzle = plgpu.SwizzleTransform
+TilingTransform = plgpu.TilingTransform
+SwizzleTransform = plgpu.SwizzleTransform
 
 # Inside a Hopper kernel.
 loop = pl.loop
@@ -57,6 +59,7 @@ copy_gmem_to_smem = plgpu.copy_gmem_to_smem
 copy_smem_to_gmem = plgpu.copy_smem_to_gmem
 gpu_iota = plgpu.broadcasted_iota
 layout_cast = plgpu.layout_cast
+set_max_registers = plgpu.set_max_registers
 wait_smem_to_gmem = plgpu.wait_smem_to_gmem
 wgmma = plgpu.wgmma
 
@@ -71,22 +74,44 @@ def gpu_races_found() -> bool:
     return races is not None and races.races_found
 
 
+def interpreter(interpret: object, parameters: type) -> Any:
+    """What a kernel call takes as `interpret`.
+
+    Args:
+        interpret: None or False for the device, True for the interpreter that simulates it, or that
+            interpreter's parameters.
+        parameters: their class, TpuInterpretParams or GpuInterpretParams.
+
+    Raises:
+        ValueError: anything else.
+    """
+    if interpret is None or interpret is False:
+        return False
+    if interpret is True:
+        return parameters()
+    if isinstance(interpret, parameters):
+        return interpret
+    raise ValueError(
+        f"interpret={interpret!r}: expected None, True, False or {parameters.__name__}"
+    )
+
+
 __all__ = [
     "ANY",
+    "SMEM",
     "VMEM",
+    "Barrier",
     "BlockSpec",
     "DmaSemaphore",
-    "GpuAccumulator",
-    "GpuBarrier",
     "GpuCompilerParams",
     "GpuInterpretParams",
     "GpuLayout",
-    "GpuSmem",
-    "GpuSwizzle",
-    "GpuTiling",
+    "SwizzleTransform",
+    "TilingTransform",
     "TpuCompilerParams",
     "TpuGridSpec",
     "TpuInterpretParams",
+    "WgmmaAccumulator",
     "barrier_arrive",
     "barrier_wait",
     "bitcast",
@@ -97,6 +122,7 @@ __all__ = [
     "gpu_iota",
     "gpu_kernel",
     "gpu_races_found",
+    "interpreter",
     "layout_cast",
     "loop",
     "make_async_copy",
@@ -105,6 +131,7 @@ __all__ = [
     "reset_gpu_interpreter",
     "reset_tpu_interpreter",
     "run_scoped",
+    "set_max_registers",
     "tpu_races_found",
     "wait_smem_to_gmem",
     "wgmma",

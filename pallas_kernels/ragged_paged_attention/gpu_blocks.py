@@ -21,10 +21,11 @@ MASKED = -1e30  # a masked score; finite, so that the difference of two is no Na
 
 ROWS = compat.GpuLayout.WGMMA  # f32 [M, N]: what wgmma leaves in registers
 PER_COLUMN = ROWS.reduce(0)  # f32 [N], one value for each column of a product
+BYTE_ROWS = compat.GpuLayout.WGMMA_8BIT  # 8-bit [M, N], which widens to ROWS with few exchanges
 
 # Shared memory that wgmma reads: bf16 in tiles of 8 rows of 128 bytes, 8-bit ones of 64.
-BF16_TILES = (compat.GpuTiling((8, 64)), compat.GpuSwizzle(128))
-BYTE_TILES = (compat.GpuTiling((8, 64)), compat.GpuSwizzle(64))
+BF16_TILES = (compat.TilingTransform((8, 64)), compat.SwizzleTransform(128))
+BYTE_TILES = (compat.TilingTransform((8, 64)), compat.SwizzleTransform(64))
 
 
 def matmul(a, b):
@@ -38,7 +39,7 @@ def matmul(a, b):
         compat.wgmma(accumulator, a, b)
         return accumulator[...]
 
-    return compat.run_scoped(product, compat.GpuAccumulator((a.shape[0], b.shape[1]), F32))
+    return compat.run_scoped(product, compat.WgmmaAccumulator((a.shape[0], b.shape[1]), F32))
 
 
 def full(shape: tuple[int, ...], value: float, layout):

@@ -21,6 +21,7 @@ computes. Source: partial results merged by their log-sum-exp, "Flash-Decoding",
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -31,6 +32,7 @@ from pallas_kernels import compat
 from pallas_kernels.ragged_paged_attention.gpu_blocks import (
     BF16,
     BF16_TILES,
+    BYTE_ROWS,
     BYTE_TILES,
     F32,
     I32,
@@ -46,7 +48,11 @@ from pallas_kernels.ragged_paged_attention.gpu_blocks import (
 
 SPLIT_PAGES = 8  # 512 tokens
 MAX_SPLITS = 32  # of a row; with 8 KV heads enough for every multiprocessor
-STAGES = 3  # pages on their way
+MAX_STAGES = 3  # pages on their way to a CTA
+NUM_MULTIPROCESSORS = 132  # of an H100 or H200; with fewer of them some CTAs wait for others
+SMEM_BYTES = 228 * 1024  # of a multiprocessor
+SMEM_BYTES_PER_CTA = 227 * 1024  # the most that one may have; 1 KiB more of it is the driver's
+REDUCTION_BYTES = 2048  # what the compiler takes for reductions across warps
 MERGE_STAGES = 4  # partials on their way
 MAX_COLUMNS = 32  # query rows of a pass: 64 would take 255 registers at head_dim 128
 
@@ -60,7 +66,7 @@ class DecodePlan:
         kv_dtype: element type of the pool.
         window, soft_cap: as in `api.ragged_paged_attention`.
         split_pages: pages in a split, of rows that see at most MAX_SPLITS such.
-        num_ctas: CTAs of the decode kernel.
+        interpreted: whether it runs in the interpreter, where every CTA costs time.
     """
 
     num_kv_heads: int
@@ -70,7 +76,7 @@ class DecodePlan:
     window: int | None
     soft_cap: float | None
     split_pages: int
-    num_ctas: int
+    interpreted: bool
 
     @property
     def columns(self) -> int:
@@ -91,6 +97,23 @@ class DecodePlan:
     def is_8bit(self) -> bool:
         """Whether pages are widened to bf16 in shared memory."""
         return self.kv_dtype.itemsize == 1
+
+    @property
+    def ctas_per_multiprocessor(self) -> int:
+        """2, but 1 where the registers (32 columns) or the pages (head_dim 256) do not let two in."""
+        return 2 if self.columns < MAX_COLUMNS and self.head_dim <= 128 else 1
+
+    @property
+    def num_ctas(self) -> int:
+        """CTAs of the decode kernel."""
+        return 2 if self.interpreted else NUM_MULTIPROCESSORS * self.ctas_per_multiprocessor
+
+    @property
+    def stages(self) -> int:
+        """Pages on their way: MAX_STAGES, or fewer where they do not fit."""
+        ctas = self.ctas_per_multiprocessor
+        limit = min(SMEM_BYTES_PER_CTA, SMEM_BYTES // ctas - 1024)
+        return next(n for n in range(MAX_STAGES, 0, -1) if smem_bytes(self, n) <= limit)
 
 
 class Item(NamedTuple):
@@ -169,7 +192,18 @@ def work_list(plan: DecodePlan, kv_lens, kv_starts, num_live, pages_per_row: int
 
 
 def decode_rows(
-    q, pool, kv_lens, page_table, kv_starts, num_live, score_scale, v_scale, sinks, *, plan, interpret
+    q,
+    pool,
+    kv_lens,
+    page_table,
+    kv_starts,
+    num_live,
+    score_scale,
+    v_scale,
+    sinks,
+    *,
+    plan,
+    interpret,
 ):
     """Attention of the first `num_live` rows, one token each, to the pages of the row.
 
@@ -205,25 +239,45 @@ def decode_rows(
 # -- the decode kernel
 
 
-def decode_scratch(plan: DecodePlan) -> dict[str, Any]:
-    """Shared memory and barriers of the decode kernel, by the names in `_Decode`."""
+def _buffers(plan: DecodePlan, stages: int) -> dict[str, tuple[tuple[int, ...], Any, tuple]]:
+    """Shape, dtype and transforms of the buffers in shared memory, by their names in `_Decode`."""
     columns, head_dim = plan.columns, plan.head_dim
     tiles = BYTE_TILES if plan.is_8bit else BF16_TILES
-    smem, barrier = compat.GpuSmem, compat.GpuBarrier
-    scratch = {
-        "q_buf": smem((2, columns, head_dim), BF16, transforms=BF16_TILES),
-        "kv_buf": smem((STAGES, 2, PAGE, head_dim), plan.kv_dtype, transforms=tiles),
-        "p_buf": smem((columns, PAGE), BF16, transforms=BF16_TILES),
-        "acc_buf": smem((head_dim, columns), F32),
-        "sums_buf": smem((2, columns), F32),
-        "q_full": barrier(num_barriers=2),
-        "q_empty": barrier(num_barriers=2),
-        "full": barrier(num_arrivals=2, num_barriers=STAGES),  # keys and values
-        "empty": barrier(num_barriers=STAGES),
+    buffers = {
+        "q_buf": ((2, columns, head_dim), BF16, BF16_TILES),
+        "kv_buf": ((stages, 2, PAGE, head_dim), plan.kv_dtype, tiles),
+        "p_buf": ((columns, PAGE), BF16, BF16_TILES),
+        "acc_buf": ((head_dim, columns), F32, ()),
+        "sums_buf": ((2, columns), F32, ()),
     }
     if plan.is_8bit:
-        scratch["wide_buf"] = smem((2, PAGE, head_dim), BF16, transforms=BF16_TILES)
-    return scratch
+        buffers["wide_buf"] = ((2, PAGE, head_dim), BF16, BF16_TILES)
+    return buffers
+
+
+def smem_bytes(plan: DecodePlan, stages: int) -> int:
+    """Shared memory of a CTA of the decode kernel: its buffers, each a multiple of 1 KiB, 8 bytes a
+    barrier, and the compiler's own."""
+    sizes = (
+        math.prod(shape) * jnp.dtype(dtype).itemsize
+        for shape, dtype, _ in _buffers(plan, stages).values()
+    )
+    return sum(-(-size // 1024) * 1024 for size in sizes) + 8 * (4 + 2 * stages) + REDUCTION_BYTES
+
+
+def _scratch(plan: DecodePlan) -> dict[str, Any]:
+    """Buffers and barriers of the decode kernel, by their names in `_Decode`."""
+    barrier, stages = compat.Barrier, plan.stages
+    buffers = {
+        name: compat.SMEM(shape, dtype, transforms=transforms)
+        for name, (shape, dtype, transforms) in _buffers(plan, stages).items()
+    }
+    return buffers | {
+        "q_full": barrier(num_barriers=2),
+        "q_empty": barrier(num_barriers=2),
+        "full": barrier(num_arrivals=2, num_barriers=stages),  # keys and values
+        "empty": barrier(num_barriers=stages),
+    }
 
 
 def _decode(q, pool, page_table, work, score_scale, plan, interpret):
@@ -232,14 +286,14 @@ def _decode(q, pool, page_table, work, score_scale, plan, interpret):
     acc = jax.ShapeDtypeStruct((*shape, plan.head_dim, plan.columns), F32)
     sums = jax.ShapeDtypeStruct((*shape, 2, plan.columns), F32)
 
-    def kernel(*refs, **scratch):
+    def paged_decode(*refs, **scratch):
         body = _Decode(*refs, **scratch, plan=plan)
         group = lax.axis_index("warpgroup")
         compat.when(group == 0)(body.load)
         compat.when(group == 1)(body.compute)
 
     return compat.gpu_kernel(
-        kernel,
+        paged_decode,
         out_type=(acc, sums),
         grid=(plan.num_ctas,),
         grid_names=("cta",),
@@ -247,7 +301,7 @@ def _decode(q, pool, page_table, work, score_scale, plan, interpret):
         thread_name="warpgroup",
         interpret=interpret,
         compiler_params=compat.GpuCompilerParams(approx_math=True),
-        scratch_types=decode_scratch(plan),
+        scratch_types=_scratch(plan),
     )(q, pool, page_table, work.items, work.row_items, score_scale)
 
 
@@ -314,15 +368,18 @@ class _Decode:
 
         taken = lax.fori_loop(I32(0), num_units, unit, I32(0))
         # A barrier may not be left with an arrival that nobody has seen.
-        for ring, size, used in ((self.q_empty, 2, num_units), (self.empty, STAGES, taken)):
+        for ring, size, used in (
+            (self.q_empty, 2, num_units),
+            (self.empty, self.plan.stages, taken),
+        ):
             for slot in range(size):
                 compat.when(slot < used)(functools.partial(compat.barrier_wait, ring.at[slot]))
 
     def load_page(self, item, kv_head, taken, page, _):
         n = taken + page - item.first_page
-        slot = lax.rem(n, I32(STAGES))
+        slot = lax.rem(n, I32(self.plan.stages))
         page_id = self.page_table[item.row, page]
-        compat.when(n >= STAGES)(lambda: compat.barrier_wait(self.empty.at[slot]))
+        compat.when(n >= self.plan.stages)(lambda: compat.barrier_wait(self.empty.at[slot]))
         for part in (0, 1):  # in one copy they would have too many dimensions at head_dim 128
             source, target = self.pool.at[page_id, kv_head, part], self.kv_buf.at[slot, part]
             compat.copy_gmem_to_smem(source, target, self.full.at[slot])
@@ -356,7 +413,7 @@ class _Decode:
     def step(self, item, q_slot, scale, taken, page, state):
         """One page more: (accumulated, top, total) -> the same; scores in units of log 2."""
         acc, top, total = state
-        slot = lax.rem(taken + page - item.first_page, I32(STAGES))
+        slot = lax.rem(taken + page - item.first_page, I32(self.plan.stages))
         compat.barrier_wait(self.full.at[slot])
         keys, values = self.keys_and_values(slot)
         begin, end = item.first_slot - page * PAGE, item.end_slot - page * PAGE
@@ -377,13 +434,18 @@ class _Decode:
         """Refs [page, D] bf16 of a page; an 8-bit one is widened, and its buffer given back."""
         if not self.plan.is_8bit:
             return self.kv_buf.at[slot, 0], self.kv_buf.at[slot, 1]
-        for part in (0, 1):
-            for left in range(0, self.plan.head_dim, 64):
-                lanes = compat.ds(left, 64)
-                x = self.kv_buf[slot, part, :, lanes]
-                # The hardware converts 8-bit floats to f16 only; every one of them is exact there.
-                x = x if jnp.issubdtype(x.dtype, jnp.integer) else x.astype(jnp.float16)
-                store(self.wide_buf.at[part, :, lanes], x.astype(BF16))
+        pieces = self.plan.head_dim // 64
+
+        @compat.loop(0, 2 * pieces)  # little at a time: few registers
+        def _(i):
+            left = compat.multiple_of(lax.rem(i, I32(pieces)) * 64, 64)
+            part, lanes = lax.div(i, I32(pieces)), compat.ds(left, 64)
+            x = compat.layout_cast(self.kv_buf[slot, part, :, lanes], BYTE_ROWS)
+            # The hardware converts 8-bit floats to f16 only; every one of them is exact there.
+            x = x if jnp.issubdtype(x.dtype, jnp.integer) else x.astype(jnp.float16)
+            self.wide_buf[part, :, lanes] = x.astype(BF16)
+
+        compat.commit_smem()
         compat.barrier_arrive(self.empty.at[slot])
         return self.wide_buf.at[0], self.wide_buf.at[1]
 
@@ -392,12 +454,14 @@ class _Decode:
 
         @compat.when((begin > 0) | (end < PAGE))
         def _():
-            @compat.loop(0, PAGE // 8)  # few rows at a time: few registers
+            @compat.loop(0, PAGE // 8)
             def _(i):
-                rows = values.at[compat.ds(compat.multiple_of(i * 8, 8), 8)].T  # [D, 8]
-                x = rows[...]
-                place = i * 8 + compat.gpu_iota(I32, x.shape, 1, layout=ROWS)
-                rows[...] = jnp.where((place >= begin) & (place < end), x, BF16(0))
+                rows = compat.ds(compat.multiple_of(i * 8, 8), 8)
+                for left in range(0, self.plan.head_dim, 64):  # little at a time: few registers
+                    piece = values.at[rows, compat.ds(left, 64)].T
+                    x = piece[...]
+                    place = i * 8 + compat.gpu_iota(I32, x.shape, 1, layout=ROWS)
+                    piece[...] = jnp.where((place >= begin) & (place < end), x, BF16(0))
 
             compat.commit_smem()
 
@@ -426,9 +490,9 @@ def _merge(partials, row_items, v_scale, sinks, plan, interpret):
     acc, sums = partials
     num_rows = row_items.shape[0] - 1
     shape = (num_rows, plan.heads, plan.columns)
-    smem, barrier = compat.GpuSmem, compat.GpuBarrier
+    smem, barrier = compat.SMEM, compat.Barrier
 
-    def kernel(*refs, **scratch):
+    def merge_splits(*refs, **scratch):
         body = _Merge(*refs, **scratch, plan=plan)
         row = lax.axis_index("row")
         first, end = body.row_items[row], body.row_items[row + 1]
@@ -437,8 +501,11 @@ def _merge(partials, row_items, v_scale, sinks, plan, interpret):
     if sinks is None:
         sinks = jnp.full((plan.heads, plan.columns), MASKED, F32)
     return compat.gpu_kernel(
-        kernel,
-        out_type=(jax.ShapeDtypeStruct((*shape, plan.head_dim), BF16), jax.ShapeDtypeStruct(shape, F32)),
+        merge_splits,
+        out_type=(
+            jax.ShapeDtypeStruct((*shape, plan.head_dim), BF16),
+            jax.ShapeDtypeStruct(shape, F32),
+        ),
         grid=(num_rows, plan.heads),
         grid_names=("row", "head"),
         interpret=interpret,

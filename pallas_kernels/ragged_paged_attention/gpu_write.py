@@ -7,7 +7,6 @@ attention kernels read. Invariant: only slots of live tokens change; padding tok
 import functools
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import compat
@@ -33,20 +32,25 @@ def write_tokens(pool, new, page_ids, offsets, num_live, *, interpret):
     token_bytes = 2 * kv_heads * head_dim * new.dtype.itemsize
     tokens = max(1, min(MAX_TOKENS, num_tokens, SMEM_BYTES // token_bytes))
     ref = jax.new_ref(pool)
+
+    def write_kv(*refs, **scratch):
+        _write(*refs, **scratch, tokens=tokens)
+
     compat.gpu_kernel(
-        functools.partial(_write_kernel, tokens=tokens),
+        write_kv,
         grid=(-(-num_tokens // tokens),),
         grid_names=("cta",),
         interpret=interpret,
         scratch_types={
-            "buffer": compat.GpuSmem((tokens, kv_heads, 2, 1, head_dim), new.dtype),
-            "arrived": compat.GpuBarrier(num_barriers=tokens),
+            "buffer": compat.SMEM((tokens, kv_heads, 2, 1, head_dim), new.dtype),
+            "arrived": compat.Barrier(num_barriers=tokens),
         },
     )(ref, new[:, :, :, None], page_ids, offsets, num_live)
     return jax.freeze(ref)
 
 
-def _write_kernel(pool, new, page_ids, offsets, num_live, *, buffer, arrived, tokens):
+def _write(pool, new, page_ids, offsets, num_live, *, buffer, arrived, tokens):
+    """The kernel: each CTA loads its tokens, all at once, and stores each as it arrives."""
     first = lax.axis_index("cta") * tokens
     last = num_live[0]
 
