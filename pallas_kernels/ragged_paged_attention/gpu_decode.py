@@ -376,13 +376,17 @@ class _Decode:
                 compat.when(slot < used)(functools.partial(compat.barrier_wait, ring.at[slot]))
 
     def load_page(self, item, kv_head, taken, page, _):
-        n = taken + page - item.first_page
-        slot = lax.rem(n, I32(self.plan.stages))
         page_id = self.page_table[item.row, page]
-        compat.when(n >= self.plan.stages)(lambda: compat.barrier_wait(self.empty.at[slot]))
+        slot = self.free_slot(taken + page - item.first_page)
         for part in (0, 1):  # in one copy they would have too many dimensions at head_dim 128
             source, target = self.pool.at[page_id, kv_head, part], self.kv_buf.at[slot, part]
             compat.copy_gmem_to_smem(source, target, self.full.at[slot])
+
+    def free_slot(self, n):
+        """Where this CTA's n-th page goes, once nobody reads there."""
+        slot = lax.rem(n, I32(self.plan.stages))
+        compat.when(n >= self.plan.stages)(lambda: compat.barrier_wait(self.empty.at[slot]))
+        return slot
 
     # -- the warpgroup that computes
 
@@ -413,8 +417,7 @@ class _Decode:
     def step(self, item, q_slot, scale, taken, page, state):
         """One page more: (accumulated, top, total) -> the same; scores in units of log 2."""
         acc, top, total = state
-        slot = lax.rem(taken + page - item.first_page, I32(self.plan.stages))
-        compat.barrier_wait(self.full.at[slot])
+        slot = self.full_slot(taken + page - item.first_page)
         keys, values = self.keys_and_values(slot)
         begin, end = item.first_slot - page * PAGE, item.end_slot - page * PAGE
         self.clear_unseen(values, begin, end)
@@ -429,6 +432,12 @@ class _Decode:
         if not self.plan.is_8bit:
             compat.barrier_arrive(self.empty.at[slot])
         return acc, new_top, total * kept + weights.sum(axis=0)
+
+    def full_slot(self, n):
+        """Where this CTA's n-th page is, once it is there."""
+        slot = lax.rem(n, I32(self.plan.stages))
+        compat.barrier_wait(self.full.at[slot])
+        return slot
 
     def keys_and_values(self, slot):
         """Refs [page, D] bf16 of a page; an 8-bit one is widened, and its buffer given back."""
@@ -548,6 +557,12 @@ class _Merge:
             partial = source.at[item, lax.axis_index("head")]
             compat.copy_gmem_to_smem(partial, target.at[slot], self.full.at[slot])
 
+    def full_slot(self, n):
+        """Where the n-th partial is, once it is there."""
+        slot = lax.rem(n, I32(MERGE_STAGES))
+        compat.barrier_wait(self.full.at[slot])
+        return slot
+
     def merge(self, first, end):
         """Merge items [first, end) in order; the sink, if any, comes before them."""
         head = lax.axis_index("head")
@@ -559,8 +574,7 @@ class _Merge:
 
         def step(item, state):
             acc, top, total = state
-            slot = lax.rem(item - first, I32(MERGE_STAGES))
-            compat.barrier_wait(self.full.at[slot])
+            slot = self.full_slot(item - first)
             more = compat.layout_cast(self.acc_buf[slot], ROWS)
             its_top = compat.layout_cast(self.sums_buf[slot, 0], PER_COLUMN)
             its_total = compat.layout_cast(self.sums_buf[slot, 1], PER_COLUMN)

@@ -1,7 +1,7 @@
 """New keys and values into their pages, in place: the Hopper kernel of one TMA copy a token.
 
-Called by `gpu`. XLA's own scatter would do, but nothing holds it to the layout of the pool that the
-attention kernels read. Invariant: only slots of live tokens change; padding tokens write nothing.
+Called by `gpu`. XLA's scatter is compiled without a copy of the pool as well, but it writes element
+by element, and to the null page for each padding token. Invariant: only slots of live tokens change.
 """
 
 import functools
