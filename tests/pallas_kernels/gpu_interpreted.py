@@ -124,7 +124,7 @@ MIXED = {
 
 
 def attend(spec: Interpreted, case: Case) -> tuple[np.ndarray, np.ndarray]:
-    """(out, lse) of the backend, as f64; raises unless its pages are bit-exact."""
+    """(out, lse) of the backend for all tokens, as f64; raises unless its pages are bit-exact."""
     sinks = sinks_of(spec, case)
     args = array_args(case) | {"sinks": None if sinks is None else jnp.asarray(sinks)}
     call = functools.partial(
@@ -144,7 +144,7 @@ def attend(spec: Interpreted, case: Case) -> tuple[np.ndarray, np.ndarray]:
 
 
 def decode(spec: Interpreted, case: Case) -> tuple[np.ndarray, np.ndarray]:
-    """(out, lse) of `gpu_decode.decode_rows`, as f64; rows without a token are zeros."""
+    """(out, lse) of `gpu_decode.decode_rows` for the live rows, as f64."""
     rows = len(case.kv_lens)
     q = np.zeros((rows, *case.q.shape[1:]), case.q.dtype)
     live = min(int(case.ranges[0]), rows)
@@ -165,17 +165,16 @@ def decode(spec: Interpreted, case: Case) -> tuple[np.ndarray, np.ndarray]:
     )
     call = functools.partial(gpu_decode.decode_rows, plan=plan, interpret=interpreter())
     out, lse = finish(*jax.jit(call)(*jax.tree.map(jnp.asarray, arrays)))
-    out[live:], lse[live:] = 0, 0
-    return out, lse
+    return out[:live], lse[:live]
 
 
 def interpreter() -> Any:
     return compat.GpuInterpretParams(detect_races=True)
 
 
-def finish(*results: jax.Array) -> list[np.ndarray]:
-    """As f64; raises where there was a race."""
-    done = [np.asarray(result, np.float64) for result in results]
+def finish(*results: jax.Array) -> Any:
+    """A tuple of them as f64; raises where there was a race."""
+    done = tuple(np.asarray(result, np.float64) for result in results)
     if compat.gpu_races_found():
         raise RuntimeError("RACE DETECTED")
     return done
@@ -190,10 +189,9 @@ def check(run: Callable, spec: Interpreted) -> None:
     gpu_decode.MAX_SPLITS = spec.max_splits
     out, lse = run(spec, case)
     want, want_lse = oracle(case, sm_scale=SCALE, sinks=sinks_of(spec, case), **softmax(spec))
-    count = len(want)
     scale = np.nanmax(np.abs(want), initial=1)
-    np.testing.assert_allclose(out[:count], want, atol=1e-2 * scale, rtol=0)
-    np.testing.assert_allclose(lse[:count], want_lse, atol=1e-5, rtol=1e-5)
+    np.testing.assert_allclose(out, want[: len(out)], atol=1e-2 * scale, rtol=0)
+    np.testing.assert_allclose(lse, want_lse[: len(lse)], atol=1e-5, rtol=1e-5)
 
 
 def softmax(spec: Interpreted) -> dict[str, Any]:
