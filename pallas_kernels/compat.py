@@ -43,10 +43,10 @@ gpu_kernel = plgpu.kernel
 GpuCompilerParams = plgpu.CompilerParams
 Barrier = plgpu.Barrier
 SMEM = plgpu.SMEM
-WgmmaAccumulator = plgpu.ACC
+WgmmaAccumulator = plgpu.WGMMAAccumulatorRef
 GpuLayout = plgpu.Layout
-TilingTransform = plgpu.TilingTransform
-SwizzleTransform = plgpu.SwizzleTransform
+TilingTransform: Any = plgpu.TilingTransform
+SwizzleTransform: Any = plgpu.SwizzleTransform
 
 # Inside a Hopper kernel.
 loop = pl.loop

@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import compat
-from pallas_kernels.ragged_paged_attention import gpu_decode, layout
+from pallas_kernels.ragged_paged_attention import gpu_decode, gpu_plan, layout
 from pallas_kernels.ragged_paged_attention.gpu_blocks import F32, PAGE
-from pallas_kernels.ragged_paged_attention.gpu_decode import DecodePlan
+from pallas_kernels.ragged_paged_attention.gpu_plan import DecodePlan
 from pallas_kernels.ragged_paged_attention.gpu_write import write_tokens
 
 HEAD_DIMS = (64, 128, 256)
@@ -89,7 +89,7 @@ def make_plan(q, kv, *, window=None, soft_cap=None, blocks=None, interpreted=Fal
         ValueError: blocks that are none.
     """
     _refuse(q, kv)
-    blocks = (gpu_decode.SPLIT_PAGES,) if blocks is None else blocks
+    blocks = (gpu_plan.SPLIT_PAGES,) if blocks is None else blocks
     if len(blocks) != 1 or not isinstance(blocks[0], int) or blocks[0] < 1:
         raise ValueError(f"blocks={blocks!r}: expected (pages in a split,)")
     return DecodePlan(

@@ -24,6 +24,7 @@ from pallas_kernels import compat
 from pallas_kernels.ragged_paged_attention import (
     gpu,
     gpu_decode,
+    gpu_plan,
     gpu_write,
     ragged_paged_attention,
 )
@@ -40,7 +41,7 @@ class Interpreted:
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     sinks: bool = False
-    max_splits: int = gpu_decode.MAX_SPLITS
+    max_splits: int = gpu_plan.MAX_SPLITS
     change: Callable[[Case], Case] = lambda case: case
 
     def make(self) -> Case:
@@ -186,7 +187,7 @@ def check(run: Callable, spec: Interpreted) -> None:
     What bf16 costs is in proportion to a row of values, not to each of them: 1e-2 of the largest.
     """
     case = spec.make()
-    gpu_decode.MAX_SPLITS = spec.max_splits
+    gpu_plan.MAX_SPLITS = spec.max_splits
     out, lse = run(spec, case)
     want, want_lse = oracle(case, sm_scale=SCALE, sinks=sinks_of(spec, case), **softmax(spec))
     scale = np.nanmax(np.abs(want), initial=1)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.ragged_paged_attention import KVPages, gpu, gpu_decode, ragged_paged_attention
+from pallas_kernels.ragged_paged_attention import KVPages, gpu, gpu_plan, ragged_paged_attention
 from tests.pallas_kernels import gpu_interpreted
 from tests.pallas_kernels.ragged_cases import array_args, make_case, make_pages
 
@@ -62,7 +62,7 @@ def test_a_broken_kernel_is_caught(name, broken):
         assert broken[name].startswith("race")
 
 
-def plan_of(head_dim=64, kv_dtype="bfloat16", *, heads=(9, 3), **options) -> gpu_decode.DecodePlan:
+def plan_of(head_dim=64, kv_dtype="bfloat16", *, heads=(9, 3), **options) -> gpu_plan.DecodePlan:
     q = jax.ShapeDtypeStruct((4, heads[0], head_dim), jnp.bfloat16)
     kv = KVPages.abstract("head_major", 8, 64, heads[1], head_dim, kv_dtype)
     return gpu.make_plan(q, kv, **options)
@@ -75,7 +75,7 @@ def test_every_plan_fits(head_dim, kv_dtype, heads):
     plan = plan_of(head_dim, kv_dtype, heads=heads)
     assert plan.columns * plan.passes >= plan.group
     assert plan.stages >= 2  # one is loaded while another is read
-    taken = gpu_decode.smem_bytes(plan, plan.stages)
+    taken = gpu_plan.smem_bytes(plan, plan.stages)
     assert taken <= 227 * 1024
     assert plan.ctas_per_multiprocessor * (taken + 1024) <= 228 * 1024
 
@@ -90,14 +90,14 @@ def test_two_ctas_of_common_models_share_a_multiprocessor_with_three_pages_on_th
 
 def work_of(plan, lens, starts, num_live, pages_per_row):
     """[(first page, end page) of each row's items], in absolute pages."""
-    work = gpu_decode.work_list(
+    work = gpu_plan.work_list(
         plan, jnp.asarray(lens, jnp.int32), jnp.asarray(starts, jnp.int32), num_live, pages_per_row
     )
     items, bounds = np.asarray(work.items), np.asarray(work.row_items)
     assert bounds[-1] <= items.shape[1]
     found = []
     for r, (length, start) in enumerate(zip(lens, starts, strict=True)):
-        item = gpu_decode.Item(*items[:, bounds[r] : bounds[r + 1]])
+        item = gpu_plan.Item(*items[:, bounds[r] : bounds[r + 1]])
         begin = start if plan.window is None else max(start, length - plan.window)
         assert (item.row == r).all()
         assert (item.first_slot == begin - start).all()
@@ -124,10 +124,10 @@ def test_splits_are_the_pages_that_a_row_sees_cut_at_absolute_positions(window, 
         assert firsts[1:] == ends[:-1]
         assert all(first < end for first, end in row)
         size = split_pages
-        while length - begin > gpu_decode.MAX_SPLITS * size * 64:
+        while length - begin > gpu_plan.MAX_SPLITS * size * 64:
             size *= 2
         assert all(first % size == 0 for first in firsts[1:])
-        assert len(row) <= gpu_decode.MAX_SPLITS + 1
+        assert len(row) <= gpu_plan.MAX_SPLITS + 1
     # A property of the row alone, whatever the neighbours and the table.
     for r in (3, 20):
         alone = work_of(plan, lens[r : r + 1], starts[r : r + 1], 1, 2000)
@@ -136,11 +136,11 @@ def test_splits_are_the_pages_that_a_row_sees_cut_at_absolute_positions(window, 
 
 def test_partials_stop_growing():
     plan = plan_of(128, heads=(64, 8))
-    assert gpu_decode.partial_bytes(plan, 256, 128) == 144_834_560
-    assert gpu_decode.partial_bytes(plan, 256, 2048) == 281_149_440
-    assert gpu_decode.partial_bytes(plan, 256, 4096) == 281_149_440
+    assert gpu_plan.partial_bytes(plan, 256, 128) == 144_834_560
+    assert gpu_plan.partial_bytes(plan, 256, 2048) == 281_149_440
+    assert gpu_plan.partial_bytes(plan, 256, 4096) == 281_149_440
     narrow = plan_of(128, heads=(64, 8), window=512)
-    assert gpu_decode.partial_bytes(narrow, 256, 4096) == 256 * 2 * 8 * 8 * 130 * 4
+    assert gpu_plan.partial_bytes(narrow, 256, 4096) == 256 * 2 * 8 * 8 * 130 * 4
 
 
 def call(case, **options):
