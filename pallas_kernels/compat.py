@@ -43,15 +43,29 @@ def tpu_races_found() -> bool:
 
 # The program of a Hopper kernel, and where it reads and writes.
 gpu_kernel = plgpu.kernel
+GpuCompilerParams = plgpu.CompilerParams
 Barrier = plgpu.Barrier
 SMEM = plgpu.SMEM
 OOBFillMode = plgpu.OOBFillMode
+WgmmaAccumulator = plgpu.WGMMAAccumulatorRef
+GpuLayout = plgpu.Layout
+TilingTransform: Any = plgpu.TilingTransform
+SwizzleTransform: Any = plgpu.SwizzleTransform
 
 # Inside a Hopper kernel.
+loop = pl.loop
+multiple_of = pl.multiple_of
+run_scoped = pl.run_scoped
+barrier_arrive = plgpu.barrier_arrive
 barrier_wait = plgpu.barrier_wait
+commit_smem = plgpu.commit_smem
 copy_gmem_to_smem = plgpu.copy_gmem_to_smem
 copy_smem_to_gmem = plgpu.copy_smem_to_gmem
+gpu_iota = plgpu.broadcasted_iota
+layout_cast = plgpu.layout_cast
+set_max_registers = plgpu.set_max_registers
 wait_smem_to_gmem = plgpu.wait_smem_to_gmem
+wgmma = plgpu.wgmma
 
 # Running a Hopper kernel on a CPU.
 GpuInterpretParams = plgpu.InterpretGPUParams
@@ -93,25 +107,39 @@ __all__ = [
     "Barrier",
     "BlockSpec",
     "DmaSemaphore",
+    "GpuCompilerParams",
     "GpuInterpretParams",
+    "GpuLayout",
     "OOBFillMode",
+    "SwizzleTransform",
+    "TilingTransform",
     "TpuCompilerParams",
     "TpuGridSpec",
     "TpuInterpretParams",
+    "WgmmaAccumulator",
+    "barrier_arrive",
     "barrier_wait",
     "bitcast",
+    "commit_smem",
     "copy_gmem_to_smem",
     "copy_smem_to_gmem",
     "ds",
+    "gpu_iota",
     "gpu_kernel",
     "gpu_races_found",
     "interpreter",
     "io_callback",
+    "layout_cast",
+    "loop",
     "make_async_copy",
+    "multiple_of",
     "pallas_call",
     "reset_gpu_interpreter",
     "reset_tpu_interpreter",
+    "run_scoped",
+    "set_max_registers",
     "tpu_races_found",
     "wait_smem_to_gmem",
+    "wgmma",
     "when",
 ]

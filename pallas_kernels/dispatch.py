@@ -65,7 +65,7 @@ BACKENDS = {
     "cpu": Backend(name="cpu", module=None, layout="head_major"),
     "gpu": Backend(
         name="gpu",
-        module=None,
+        module=f"{_HERE}.gpu",
         layout="head_major",
         platform="gpu",
         compute_capability="9.0",
@@ -86,7 +86,7 @@ BACKENDS = {
 }
 
 # What "auto" tries on a platform, in order.
-AUTO = {"cpu": ("xla",), "gpu": ("xla",), "tpu": ("tpu", "xla")}
+AUTO = {"cpu": ("xla",), "gpu": ("gpu", "xla"), "tpu": ("tpu", "xla")}
 
 # The page table that the TPU kernel holds in SMEM, 1 MiB in all, may take this much when we choose.
 TPU_TABLE_BYTES = 512 * 1024
