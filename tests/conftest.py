@@ -30,16 +30,20 @@ REAL_MODEL = REPOSITORY / "checkpoints" / "smollm2-135m-instruct"
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip, with the reason, what this machine cannot run and what must be asked for."""
-    not_asked = pytest.mark.skip(reason="compiles for minutes: ask with -m aot")
-    aot = "aot" in (config.getoption("markexpr") or "")
+    asked = config.getoption("markexpr") or ""
+    on_request = {
+        "aot": pytest.mark.skip(reason="compiles for minutes: ask with -m aot"),
+        "gpu_interpret": pytest.mark.skip(reason="runs for minutes: ask with -m gpu_interpret"),
+    }
     no_model = pytest.mark.skip(reason="run `jaxserve fetch smollm2-135m-instruct` first")
     no_gpu = pytest.mark.skip(reason="no GPU")
     has_model = (REAL_MODEL / "config.json").is_file()
     for item in items:
         if item.get_closest_marker("real_model") and not has_model:
             item.add_marker(no_model)
-        if item.get_closest_marker("aot") and not aot:
-            item.add_marker(not_asked)
+        for marker, not_asked in on_request.items():
+            if item.get_closest_marker(marker) and marker not in asked:
+                item.add_marker(not_asked)
         if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
             item.add_marker(no_gpu)
 

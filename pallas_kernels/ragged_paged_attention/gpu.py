@@ -1,13 +1,13 @@
 """Ragged paged attention for Hopper: Mosaic GPU kernels over pages of 64 tokens.
 
 Called by `api`. Three steps, each a module: `gpu_write` puts the new tokens into their pages,
-`gpu_decode` serves the rows with one token, `gpu_chunks` the rows with several. This module refuses
-what they do not serve and puts their results together. Compiled for sm_90a and run in Pallas'
+`gpu_decode` serves the rows with one token, `gpu_chunks` the rows with several. This module puts
+their results together. Compiled for sm_90a and run in Pallas'
 interpreter; it has not run on hardware, and sizes are reasoned, not tuned.
 
 Everything is done for each KV head by itself, so heads may be sharded.
 
-Invariant: what this backend does not serve is refused by name before anything is compiled.
+Invariant: dtypes, layouts, page and head sizes have been looked at in `dispatch`.
 """
 
 import dataclasses
@@ -21,9 +21,6 @@ from pallas_kernels.ragged_paged_attention import gpu_decode, gpu_plan, layout
 from pallas_kernels.ragged_paged_attention.gpu_blocks import F32, PAGE
 from pallas_kernels.ragged_paged_attention.gpu_plan import DecodePlan
 from pallas_kernels.ragged_paged_attention.gpu_write import write_tokens
-
-HEAD_DIMS = (64, 128, 256)
-KV_DTYPES = ("bfloat16", "int8", "float8_e4m3fn", "float8_e5m2")
 
 
 def attend(
@@ -77,7 +74,7 @@ def attend(
 
 
 def make_plan(q, kv, *, window=None, soft_cap=None, blocks=None, interpreted=False) -> DecodePlan:
-    """What to compile for the rows with one token; refuses what this backend does not serve.
+    """What to compile for the rows with one token.
 
     Args:
         q: [T, H, D], abstract or not. kv: the pool, abstract or not.
@@ -85,10 +82,8 @@ def make_plan(q, kv, *, window=None, soft_cap=None, blocks=None, interpreted=Fal
         interpreted: whether it runs in the interpreter.
 
     Raises:
-        NotImplementedError: queries or a pool that are not served.
         ValueError: blocks that are none.
     """
-    _refuse(q, kv)
     blocks = (gpu_plan.SPLIT_PAGES,) if blocks is None else blocks
     if len(blocks) != 1 or not isinstance(blocks[0], int) or blocks[0] < 1:
         raise ValueError(f"blocks={blocks!r}: expected (pages in a split,)")
@@ -160,24 +155,3 @@ def _choose(num_single, single, chunks):
     rows = [(0, len(chunks) - len(single))] + [(0, 0)] * (chunks.ndim - 1)
     token = jnp.arange(len(chunks), dtype=jnp.int32).reshape(-1, *[1] * (chunks.ndim - 1))
     return jnp.where(token < num_single, jnp.pad(single, rows), chunks)
-
-
-def _refuse(q, kv) -> None:
-    serves = "attention backend 'gpu' serves"
-    if q.dtype != jnp.bfloat16:
-        raise NotImplementedError(
-            f"q dtype {q.dtype}: the tensor cores have no f32 products, {serves} bfloat16 queries; "
-            "take dtype=bfloat16 or --attention_backend=xla"
-        )
-    if kv.layout != "head_major":
-        raise NotImplementedError(
-            f"layout={kv.layout!r}: attention backend 'gpu' reads 'head_major'"
-        )
-    if kv.page_size != PAGE:
-        raise NotImplementedError(f"page_size={kv.page_size}: {serves} {PAGE}")
-    if kv.head_dim not in HEAD_DIMS:
-        raise NotImplementedError(
-            f"head_dim={kv.head_dim}: {serves} {', '.join(map(str, HEAD_DIMS))}"
-        )
-    if kv.dtype.name not in KV_DTYPES:
-        raise NotImplementedError(f"kv dtype {kv.dtype.name}: {serves} {', '.join(KV_DTYPES)}")

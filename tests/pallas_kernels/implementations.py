@@ -48,6 +48,10 @@ def _tpu_interpreter():
     return compat.TpuInterpretParams(detect_races=True, dma_execution_mode="on_wait")
 
 
+def _gpu_interpreter():
+    return compat.GpuInterpretParams(detect_races=True)
+
+
 IMPLEMENTATIONS = {
     "reference": Implementation(),
     "xla": Implementation(blocks=(3, ((4, 2),))),
@@ -56,6 +60,12 @@ IMPLEMENTATIONS = {
         interpreter=_tpu_interpreter,
         races_found=compat.tpu_races_found,
         reset=compat.reset_tpu_interpreter,
+    ),
+    "gpu": Implementation(
+        page=64,
+        interpreter=_gpu_interpreter,
+        races_found=compat.gpu_races_found,
+        reset=compat.reset_gpu_interpreter,
     ),
 }
 

@@ -18,7 +18,7 @@ from tests.pallas_kernels import implementations
 from tests.pallas_kernels.implementations import IMPLEMENTATIONS, measure
 
 LIMITS = {"float32": 2e-5, "bfloat16": 1e-2}
-INTERPRETED_LIMIT_S = 280
+INTERPRETED_LIMIT_S = {"tpu": 280, "gpu": 800}
 # Of these a kernel's bf16 form differs from its f32 form.
 BF16 = ("mixed", "NaN of one row", "9 heads over 3", "mqa", "head_dim 256", "int8", "e4m3")
 RUNS = {
@@ -27,8 +27,12 @@ RUNS = {
     ("xla", "bfloat16"): BF16,
     ("tpu", "float32"): tuple(CASES),
     ("tpu", "bfloat16"): BF16,
+    ("gpu", "bfloat16"): tuple(CASES),
 }
-MARKS = {"tpu": [pytest.mark.interpret]}
+MARKS = {
+    "tpu": [pytest.mark.interpret],
+    "gpu": [pytest.mark.gpu_interpret, pytest.mark.timeout(900)],
+}
 
 
 @functools.cache
@@ -42,7 +46,7 @@ def interpreted(backend: str, dtype: str) -> dict[str, dict]:
         stderr=subprocess.DEVNULL,
     ) as child:
         try:
-            output, _ = child.communicate(timeout=INTERPRETED_LIMIT_S)
+            output, _ = child.communicate(timeout=INTERPRETED_LIMIT_S[backend])
         except subprocess.TimeoutExpired:
             child.kill()
             output, _ = child.communicate()

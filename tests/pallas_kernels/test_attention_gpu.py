@@ -1,7 +1,8 @@
-"""gpu.py: its kernels in Pallas' interpreter against a float64 softmax, the work list, what it refuses.
+"""gpu.py: its kernels by themselves in Pallas' interpreter, the work list, what it refuses.
 
-What the compiler for Hopper makes of it is another test's. The interpreter checks barriers and races
-of copies; it does not see a race of wgmma, a page id out of range or a cast that the hardware lacks.
+The backend as a whole is in test_attention.py; what the compiler for Hopper makes of it is in
+test_attention_gpu_aot.py. The interpreter checks barriers and races of copies; it does not see a race
+of wgmma, a page id out of range or a cast that the hardware lacks.
 """
 
 import dataclasses
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import dispatch
 from pallas_kernels.ragged_paged_attention import KVPages, gpu, gpu_plan, ragged_paged_attention
 from tests.pallas_kernels import gpu_interpreted
 from tests.pallas_kernels.ragged_cases import array_args, make_case, make_pages
@@ -68,8 +70,8 @@ def plan_of(head_dim=64, kv_dtype="bfloat16", *, heads=(9, 3), **options) -> gpu
     return gpu.make_plan(q, kv, **options)
 
 
-@pytest.mark.parametrize("head_dim", gpu.HEAD_DIMS)
-@pytest.mark.parametrize("kv_dtype", gpu.KV_DTYPES)
+@pytest.mark.parametrize("head_dim", dispatch.BACKENDS["gpu"].head_dims)
+@pytest.mark.parametrize("kv_dtype", dispatch.BACKENDS["gpu"].kv_dtypes)
 @pytest.mark.parametrize("heads", [(9, 3), (32, 8), (32, 32), (64, 4), (32, 1), (128, 1)])
 def test_every_plan_fits(head_dim, kv_dtype, heads):
     plan = plan_of(head_dim, kv_dtype, heads=heads)
@@ -153,16 +155,17 @@ def call(case, **options):
 def test_what_is_not_served_is_refused_by_name():
     make = functools.partial(make_case, [(1, 3)], page=64, head_dim=64, dtype="bfloat16")
     case = make()
-    with pytest.raises(NotImplementedError, match="layout='split'"):
+    with pytest.raises(NotImplementedError, match="layout=split"):
         call(case, kv=make_pages(case, "xla"))
     for change, message in (
-        ({"dtype": "float32"}, "q dtype float32: .*serves bfloat16.*--attention_backend=xla"),
-        ({"page": 32}, "page_size=32: .*'gpu' serves 64"),
+        ({"dtype": "float32"}, "dtype=float32: attention backend 'gpu' serves bfloat16"),
         ({"head_dim": 96}, "head_dim=96: .*'gpu' serves 64, 128, 256"),
-        ({"kv_dtype": "float32"}, "kv dtype float32: .*serves bfloat16, int8"),
+        ({"kv_dtype": "float32"}, "kv_cache_dtype=float32: .*serves bfloat16, int8"),
     ):
         with pytest.raises(NotImplementedError, match=message):
             call(make(**change))
+    with pytest.raises(ValueError, match="page_size=32: attention backend 'gpu' serves 64 only"):
+        call(make(page=32))
     with pytest.raises(ValueError, match="interpret='yes'"):
         call(case, interpret="yes")
     for blocks in ((), (0,), (4, 4), (1.5,)):
