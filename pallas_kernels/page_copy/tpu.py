@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import compat
-from pallas_kernels.page_copy.float8 import as_bytes, as_type
+from pallas_kernels.float8 import as_bytes, as_type
 from pallas_kernels.page_copy.moves import Moves, into_pool, out_of_pool, within_pool
 from pallas_kernels.ragged_paged_attention import layout
 from pallas_kernels.ragged_paged_attention.tpu import SMEM_LIMIT_BYTES

@@ -2,7 +2,8 @@
 
 Called by `api`, which has checked the arguments. Compiled for CPU, v5e, v5p, v6e and Hopper: a
 donated pool is updated in place and nothing as large as it is copied, but for 8-bit floats on CPU.
-There they must move as bytes (see `float8`), and XLA copies the whole pool to bytes and back.
+There they must move as bytes (see `float8`): layout "split" holds them so, and of another layout XLA
+copies the whole pool to bytes and back.
 
 Invariant: nothing here does arithmetic on elements.
 """
@@ -10,7 +11,7 @@ Invariant: nothing here does arithmetic on elements.
 import jax
 from jax import lax
 
-from pallas_kernels.page_copy.float8 import as_bytes, as_type, is_float8
+from pallas_kernels.float8 import as_bytes, as_type, is_float8
 from pallas_kernels.ragged_paged_attention.layout import LAYOUTS as PAGE_LAYOUTS
 
 LAYOUTS = tuple(PAGE_LAYOUTS)
@@ -59,7 +60,7 @@ def _scatter(kv, page_ids, pages):
 
 def _exactly(function, kv, *arrays):
     """function(kv, *arrays), which moves elements of kv's dtype; on CPU as bytes if need be."""
-    if not is_float8(kv.dtype):
+    if not is_float8(kv.data[0].dtype):
         return function(kv, *arrays)
 
     def by_bytes(*trees):

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.float8 import as_bytes, as_type, is_float8
 from pallas_kernels.page_bytes import TPU_LANES, tpu_words
 
 
@@ -40,12 +41,15 @@ class Layout(NamedTuple):
         to_canonical: (arrays of n pages, K, D) -> canonical pages [n, K, 2, page, D].
         from_canonical: canonical pages -> arrays of n pages.
         write: (arrays, page_ids i32[T], offsets i32[T], k [T, K, D], v [T, K, D]) -> arrays.
+        as_bytes: whether 8-bit floats are held as uint8. XLA for CPU converts a whole array of them
+            where one slot is written.
     """
 
     shapes: Callable[[int, int, int, int, int], tuple[tuple[int, ...], ...]]
     to_canonical: Callable[[tuple[jax.Array, ...], int, int], jax.Array]
     from_canonical: Callable[[jax.Array], tuple[jax.Array, ...]]
     write: Callable[..., tuple[jax.Array, ...]]
+    as_bytes: bool = False
 
 
 def _write_head_major(data, page_ids, offsets, k, v):
@@ -101,6 +105,7 @@ LAYOUTS = {
         to_canonical=lambda data, k, d: jnp.stack(data, axis=2),
         from_canonical=lambda pages: (pages[:, :, 0], pages[:, :, 1]),
         write=_write_split,
+        as_bytes=True,
     ),
     "tpu": Layout(
         shapes=lambda n, k, page, d, itemsize: ((n, page, *tpu_words(k, d, itemsize), TPU_LANES),),
@@ -122,6 +127,7 @@ class KVPages:
         page_size: tokens a page.
         num_kv_heads: K.
         head_dim: D.
+        dtype: element type; the arrays may hold it as bytes.
     """
 
     data: tuple[Any, ...]
@@ -129,6 +135,7 @@ class KVPages:
     page_size: int = dataclasses.field(metadata={"static": True})
     num_kv_heads: int = dataclasses.field(metadata={"static": True})
     head_dim: int = dataclasses.field(metadata={"static": True})
+    dtype: Any = dataclasses.field(metadata={"static": True})
 
     @classmethod
     def abstract(
@@ -156,8 +163,9 @@ class KVPages:
         shapes = LAYOUTS[layout].shapes(
             num_pages, num_kv_heads, page_size, head_dim, dtype.itemsize
         )
-        data = tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
-        return cls(data, layout, page_size, num_kv_heads, head_dim)
+        stored = jnp.dtype("uint8") if LAYOUTS[layout].as_bytes and is_float8(dtype) else dtype
+        data = tuple(jax.ShapeDtypeStruct(shape, stored) for shape in shapes)
+        return cls(data, layout, page_size, num_kv_heads, head_dim, dtype)
 
     @classmethod
     def zeros(
@@ -172,11 +180,6 @@ class KVPages:
         """Pages in the pool, the null page included."""
         return self.data[0].shape[0]
 
-    @property
-    def dtype(self):
-        """Element type of the pool."""
-        return self.data[0].dtype
-
     def gather(self, page_ids: jax.Array) -> jax.Array:
         """Copy pages out in the canonical format.
 
@@ -187,7 +190,8 @@ class KVPages:
             [n, K, 2, page, D] of the pool's dtype.
         """
         taken = tuple(a.at[page_ids].get(mode="promise_in_bounds") for a in self.data)
-        return LAYOUTS[self.layout].to_canonical(taken, self.num_kv_heads, self.head_dim)
+        pages = LAYOUTS[self.layout].to_canonical(taken, self.num_kv_heads, self.head_dim)
+        return as_type(pages, self.dtype) if self._holds_bytes else pages
 
     def scatter(self, page_ids: jax.Array, pages: jax.Array) -> "KVPages":
         """Overwrite whole pages.
@@ -199,12 +203,16 @@ class KVPages:
         Returns:
             The pool with those pages replaced; in place when the caller donates it.
         """
-        parts = LAYOUTS[self.layout].from_canonical(pages)
+        parts = LAYOUTS[self.layout].from_canonical(as_bytes(pages) if self._holds_bytes else pages)
         data = tuple(
             a.at[page_ids].set(part, mode="promise_in_bounds")
             for a, part in zip(self.data, parts, strict=True)
         )
         return dataclasses.replace(self, data=data)
+
+    @property
+    def _holds_bytes(self) -> bool:
+        return self.data[0].dtype != self.dtype
 
 
 class TokenPlaces(NamedTuple):
@@ -272,6 +280,8 @@ def write(kv: KVPages, k_new, v_new, kv_lens, page_table, kv_starts, cu_q_lens, 
     )
     k = encode(k_new, kv.dtype, k_scale)
     v = encode(v_new, kv.dtype, v_scale)
+    if LAYOUTS[kv.layout].as_bytes:
+        k, v = as_bytes((k, v))
     data = LAYOUTS[kv.layout].write(kv.data, page_ids, offsets, k, v)
     return dataclasses.replace(kv, data=data)
 

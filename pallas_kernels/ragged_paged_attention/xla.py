@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.float8 import as_type
 from pallas_kernels.ragged_paged_attention import layout
 
 # Finite, so that exp(NEG - NEG) is not NaN; far below any score that a head can produce.
@@ -48,6 +49,7 @@ class _Batch(NamedTuple):
     k_scale: Any  # f32[K] | None
     v_scale: Any  # f32[K] | None
     sinks: Any  # f32[K, G] | None
+    kv_dtype: Any  # of keys and values, which may be held as bytes
 
     @property
     def page_size(self) -> int:
@@ -140,6 +142,7 @@ def _attend(q, k_new, v_new, kv, rows, k_scale, v_scale, sinks, *, sm_scale, opt
         k_scale=k_scale,
         v_scale=v_scale,
         sinks=None if sinks is None else sinks.reshape(groups),
+        kv_dtype=kv.dtype,
     )
     num_pages, tiles = blocks
     results = _single_token_rows(batch, options, num_pages)
@@ -186,8 +189,10 @@ def _single_token_rows(batch, options, num_items):
         place = column[:, None] * page + offset[None, :]
         seen = live[:, None] & (place <= last[row][:, None]) & (place >= low[row][:, None])
         heads = ids[:, None] * kv_heads + jnp.arange(kv_heads, dtype=jnp.int32)[None, :]
-        keys = _take(batch.keys, heads, batch.k_scale, head_dim)  # f32[I, K, page, D]
-        values = _take(batch.values, heads, batch.v_scale, head_dim)
+        keys = _take(
+            batch.keys, batch.kv_dtype, heads, batch.k_scale, head_dim
+        )  # f32[I, K, page, D]
+        values = _take(batch.values, batch.kv_dtype, heads, batch.v_scale, head_dim)
         # Unseen slots may hold NaN, and 0 * NaN is NaN.
         values = jnp.where(seen[:, None, :, None], values, 0.0)
         scores = jnp.einsum("ikgd,ikcd->ikgc", query[row], keys, precision="highest")
@@ -203,11 +208,17 @@ def _single_token_rows(batch, options, num_items):
         product = jnp.einsum("ikgc,ikcd->ikgd", weights, values, precision="highest")
         owns = owns.astype(jnp.float32)
         add = functools.partial(jnp.einsum, "ri,i...->r...", owns, precision="highest")
+        # A row whose keys or values are NaN must not reach the others through 0 * NaN in these sums:
+        # its items count as nothing, and its own total becomes NaN.
+        total = jnp.sum(weights, axis=-1)
+        sound = jnp.isfinite(total) & jnp.all(jnp.isfinite(product), axis=-1)  # bool[I, K, G]
+        total = add(jnp.where(sound, total, 0.0))
+        total = jnp.where(add(jnp.where(sound, 0.0, 1.0)) > 0, jnp.nan, total)
         fade = jnp.exp(old.top - top)
         new = _Softmax(
             top,
-            old.total * fade + add(jnp.sum(weights, axis=-1)),
-            old.acc * fade[..., None] + add(product),
+            old.total * fade + total,
+            old.acc * fade[..., None] + add(jnp.where(sound[..., None], product, 0.0)),
         )
         both = zip(state, new, strict=True)
         return _Softmax(*(lax.dynamic_update_slice_in_dim(x, y, row[0], axis=0) for x, y in both))
@@ -272,8 +283,10 @@ def _chunk_row(batch, options, num_tokens, num_pages, row, results):
         def columns(j, state):
             ids = lax.dynamic_slice_in_dim(pages, j * num_pages, num_pages)
             heads = ids[None, :] * kv_heads + head[:, None]
-            keys = _take(batch.keys, heads, batch.k_scale, head_dim, head_axis=0)
-            values = _take(batch.values, heads, batch.v_scale, head_dim, head_axis=0)
+            keys = _take(batch.keys, batch.kv_dtype, heads, batch.k_scale, head_dim, head_axis=0)
+            values = _take(
+                batch.values, batch.kv_dtype, heads, batch.v_scale, head_dim, head_axis=0
+            )
             keys, values = (x.reshape(kv_heads, block, head_dim) for x in (keys, values))
             key = j * block + slot
             # Slots that no token sees may hold NaN, and 0 * NaN is NaN.
@@ -315,9 +328,10 @@ def _fold(state, scores, values):
     )
 
 
-def _take(pool, rows, scale, head_dim, head_axis=1):
+def _take(pool, dtype, rows, scale, head_dim, head_axis=1):
     """Rows of a flat pool [N*K, page*D] as f32[*rows.shape, page, D], scaled by head if 8-bit."""
-    taken = pool.at[rows].get(mode="promise_in_bounds").astype(jnp.float32)
+    taken = pool.at[rows].get(mode="promise_in_bounds")
+    taken = as_type(taken, dtype).astype(jnp.float32)
     taken = taken.reshape(*rows.shape, -1, head_dim)
     if scale is None:
         return taken

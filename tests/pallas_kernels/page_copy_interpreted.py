@@ -58,8 +58,9 @@ class Pool:
         shape = NUM_PAGES, self.page_size, self.kv_heads, self.head_dim
         kv = KVPages.zeros(self.layout, *shape, self.pages.dtype)
         kv = kv.scatter(jnp.arange(NUM_PAGES, dtype=jnp.int32), jnp.asarray(self.pages))
-        data = tuple(jnp.asarray(np.asarray(a).view(self.dtype)) for a in kv.data)
-        return dataclasses.replace(kv, data=data)
+        like = KVPages.abstract(self.layout, *shape, self.dtype)
+        views = (np.asarray(a).view(b.dtype) for a, b in zip(kv.data, like.data, strict=True))
+        return dataclasses.replace(like, data=tuple(map(jnp.asarray, views)))
 
 
 def bits_of(array) -> np.ndarray:
@@ -69,7 +70,8 @@ def bits_of(array) -> np.ndarray:
 
 def content(kv: KVPages) -> np.ndarray:
     """Canonical pages of a whole pool, as `Pool.pages`."""
-    bits = dataclasses.replace(kv, data=tuple(jnp.asarray(bits_of(a)) for a in kv.data))
+    data = tuple(jnp.asarray(bits_of(a)) for a in kv.data)
+    bits = dataclasses.replace(kv, data=data, dtype=data[0].dtype)
     return np.asarray(bits.gather(jnp.arange(kv.num_pages, dtype=jnp.int32)))
 
 

@@ -22,9 +22,15 @@ def _layers(q, pools, args):
     return q, new
 
 
-def _arguments(rows, pages_per_row):
+def _arguments(rows, pages_per_row, kv_dtype="float32"):
     case = make_case(
-        rows, pages_per_row=pages_per_row, num_pages=NUM_PAGES, page=16, heads=(9, 3), head_dim=64
+        rows,
+        pages_per_row=pages_per_row,
+        num_pages=NUM_PAGES * 4 // jnp.dtype(kv_dtype).itemsize,
+        page=16,
+        heads=(9, 3),
+        head_dim=64,
+        kv_dtype=kv_dtype,
     )
     pools = [make_pages(case, "xla") for _ in range(2)]
     return jnp.asarray(case.q), pools, array_args(case)
@@ -38,17 +44,20 @@ def _pool_copies(compiled, pool) -> int:
 
 
 @pytest.mark.parametrize(
-    ("rows", "pages_per_row"),
+    ("rows", "pages_per_row", "kv_dtype"),
     [
-        ([(1, 9)], 1),
-        ([(1, 9)], 4),
-        ([(1, 9), (1, 16)], 1),
-        ([(1, 9), (1, 16)], 4),
-        ([(1, 9), (5, 7)], 4),
+        ([(1, 9)], 1, "float32"),
+        ([(1, 9)], 4, "float32"),
+        ([(1, 9), (1, 16)], 1, "float32"),
+        ([(1, 9), (1, 16)], 4, "float32"),
+        ([(1, 9), (5, 7)], 4, "float32"),
+        ([(1, 9), (5, 7)], 4, "int8"),
+        ([(1, 9)], 4, "float8_e4m3fn"),
+        ([(1, 9), (5, 7)], 4, "float8_e4m3fn"),
     ],
 )
-def test_pools_are_updated_in_place_without_a_copy(rows, pages_per_row):
-    q, pools, args = _arguments(rows, pages_per_row)
+def test_pools_are_updated_in_place_without_a_copy(rows, pages_per_row, kv_dtype):
+    q, pools, args = _arguments(rows, pages_per_row, kv_dtype)
     compiled = jax.jit(_layers, donate_argnums=1).lower(q, pools, args).compile()
     pool_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(pools))
     memory = compiled.memory_analysis()

@@ -1,8 +1,8 @@
 """8-bit floats as the bytes they are, for programs of XLA that only move them.
 
-Called by `xla` and `tpu`. XLA for CPU works on 8-bit floats as 16-bit ones, even to move them: that
-changes the payload of a NaN, and where one page is written the whole pool is converted. Bytes it
-moves as they are.
+Called by the page layouts and by page copies. XLA for CPU works on 8-bit floats as 16-bit ones, even
+to move them: that changes the payload of a NaN, and where one page is written the whole pool is
+converted. Bytes it moves as they are.
 
 Invariant: arrays of other types pass unchanged.
 """
