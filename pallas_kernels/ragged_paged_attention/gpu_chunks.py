@@ -1,0 +1,624 @@
+"""Attention of rows with several new tokens over paged keys and values: Pallas Mosaic GPU, Hopper.
+
+Called by `gpu` for the rows that bring more than one token; their keys and values are in the pages
+already. Compiled for sm_90a and run in Pallas' interpreter; it has not run on hardware, and tile and
+stage counts are reasoned, not tuned.
+
+A row's queries that share a KV head are one list of query rows, token by token, the G heads of a
+token side by side. A tile is up to 64 query rows for each compute warpgroup, starting at a token:
+short chunks and grouped heads fill the rows of wgmma alike. Programs walk over a list of tiles made
+on the device, so nothing runs for tiles that the batch does not have.
+
+    memory warpgroup    for each page of a tile: TMA into a slot of the ring, wait until it has
+                        landed, clean or widen it, hand it over
+    compute warpgroups  for each page: S = Q K^T, mask, online softmax in f32, O = O * alpha + P V
+
+Invariants:
+- Positions are counted from a row's first page (`kv_lens - kv_starts`): attention depends on
+  differences of positions alone.
+- Only pages in which the tile sees a key are fetched. What it does not see in them may be anything,
+  NaN included: scores are masked, and values that no token of the tile sees are zeroed, as
+  0 * NaN is NaN. Query rows beyond the tile's may be NaN too: no sum runs over query rows.
+- A buffer that wgmma or TMA reads is committed after it was written; the race detector of the
+  interpreter does not see wgmma, so those places are few: `_Kernel.hand_over`, `take_queries`,
+  `attend_page`, `put_results`.
+
+Source: online softmax, Milakov and Gimelshein 2018; warp specialisation, FlashAttention-3, Shah et
+al. 2024.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import compat
+from pallas_kernels.ragged_paged_attention import layout
+
+F32, BF16, I32 = jnp.float32, jnp.bfloat16, jnp.int32
+NEG = -1e30  # finite, so that exp2(NEG - NEG) is not NaN; far below any score
+LOG2_E = math.log2(math.e)
+PAGE = 64
+WG_ROWS = 64  # query rows of a compute warpgroup: M of wgmma
+# As many programs as an H100 or H200 has multiprocessors; one fits on each.
+NUM_PROGRAMS = 132
+SMEM_LIMIT_BYTES = 227 * 1024
+ACC = compat.GpuLayout.WGMMA  # f32 [rows, columns]
+ROW = ACC.reduce(1)  # f32 [rows]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is known when the kernel is compiled.
+
+    Args:
+        num_kv_heads: K.
+        group: G, query heads of one KV head.
+        head_dim: D.
+        kv_dtype: element type of the pool.
+        num_tiles: the most tiles that a batch of this bucket can have.
+        window, soft_cap, has_sinks: options of the call.
+    """
+
+    num_kv_heads: int
+    group: int
+    head_dim: int
+    kv_dtype: Any
+    num_tiles: int = 0
+    window: int | None
+    soft_cap: float | None
+    has_sinks: bool
+
+    @property
+    def num_compute(self) -> int:
+        """Compute warpgroups; at D = 256 the accumulator and the buffers leave room for one."""
+        return 1 if self.head_dim > 128 else 2
+
+    @property
+    def tile_rows(self) -> int:
+        return WG_ROWS * self.num_compute
+
+    @property
+    def tile_tokens(self) -> int:
+        return self.tile_rows // self.group
+
+    @property
+    def widens(self) -> bool:
+        """Whether pages are converted to bf16 on their way."""
+        return layout.is_8bit(self.kv_dtype)
+
+    @property
+    def num_landing(self) -> int:
+        """Slots that TMA writes to."""
+        return 2 if self.head_dim > 128 else 3
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that compute reads: the same ones, or those with the converted pages."""
+        if not self.widens:
+            return self.num_landing
+        return 1 if self.head_dim > 128 else 2
+
+    @property
+    def columns(self) -> int:
+        """Columns of O that one product adds: a second accumulator of that width is live meanwhile."""
+        return min(self.head_dim, 64)
+
+    @property
+    def smem_bytes(self) -> int:
+        """SMEM of the buffers."""
+        page = 2 * PAGE * self.head_dim
+        buffers = 2 * page * self.num_slots + (page * self.num_landing if self.widens else 0)
+        queries = self.tile_rows * (2 * 2 * self.head_dim + 2 * PAGE + 2 * 4)
+        return buffers + queries
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Refs:
+    """The kernel's arguments. A field left None does not exist in this program."""
+
+    # GMEM
+    q: Any  # bf16[K, T*G, D] at least WG_ROWS rows
+    pool: Any  # [N, K, 2, 64, D]
+    table: Any  # i32[S, P]
+    tiles: Any  # i32[tiles, 4] row, first token, tokens, position of the first token
+    num_tiles: Any  # i32[1]
+    scales: Any  # f32[2, K] of scores and of values
+    sinks: Any = None  # f32[K, tile_rows] times log2(e), by query row of a tile
+    out: Any  # bf16[K, T*G, D]
+    lse: Any  # f32[K, tiles, tile_rows]
+    # SMEM
+    raw: Any  # bf16[compute, 64, D] where queries land and results leave; not tiled
+    queries: Any  # bf16[compute, 64, D]
+    weights: Any  # bf16[compute, 64, 64] P
+    rows: Any  # f32[compute, 64] sinks in, lse out
+    kv: Any  # bf16[slots, 2, 64, D]
+    narrow: Any = None  # 8-bit [landing, 2, 64, D]
+    # barriers
+    arrived: Any  # [compute] queries are in raw
+    landed: Any  # [landing] TMA has written a page
+    full: Any  # [slots] a page is ready for compute
+    empty: Any  # [slots] all compute warpgroups are done with it
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tile:
+    """A tile at work; all fields traced i32 scalars, positions from the row's first page."""
+
+    index: Any
+    head: Any
+    row: Any
+    token: Any
+    num_tokens: Any
+    position: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kernel:
+    """The body of the kernel: its arguments, and one method for each thing that it does."""
+
+    refs: Refs
+    plan: Plan
+
+    # -- what there is to do
+
+    def run(self):
+        """The whole kernel, on every warpgroup."""
+        warpgroup = lax.axis_index("warpgroup")
+
+        @compat.when(warpgroup == self.plan.num_compute)
+        def _():
+            self.fetch_all()
+
+        @compat.when(warpgroup < self.plan.num_compute)
+        def _():
+            self.for_each_tile(functools.partial(self.attend_tile, warpgroup))
+
+    def for_each_tile(self, do):
+        """Run `do(tile, pages so far) -> pages so far` on this program's tiles; returns the last."""
+        program = lax.axis_index("program")
+        heads = I32(self.plan.num_kv_heads)
+        total = self.refs.num_tiles[0] * heads
+
+        def one(i, pages):
+            item = program + i * NUM_PROGRAMS
+            index = lax.div(item, heads)
+            row, token, count, position = (self.refs.tiles[index, x] for x in range(4))
+            return do(_Tile(index, lax.rem(item, heads), row, token, count, position), pages)
+
+        num_items = _ceil_div(total - program, NUM_PROGRAMS)
+        return lax.fori_loop(I32(0), num_items, one, I32(0))
+
+    def first_key(self, tile: _Tile):
+        """The first position that the tile sees."""
+        if self.plan.window is None:
+            return I32(0)
+        return jnp.maximum(tile.position - (self.plan.window - 1), 0)
+
+    def pages(self, tile: _Tile):
+        """(first page, number of pages) of the row in which the tile sees a key."""
+        first = lax.div(self.first_key(tile), I32(PAGE))
+        return first, _ceil_div(tile.position + tile.num_tokens, PAGE) - first
+
+    # -- the memory warpgroup
+
+    def fetch_all(self):
+        """Bring the pages of all tiles, and wait until compute is done with the last of them."""
+        total = self.for_each_tile(self.fetch_tile)
+        last = jnp.minimum(total, self.plan.num_slots)
+
+        def drain(i, _):
+            compat.barrier_wait(self.refs.empty.at[lax.rem(total - last + i, I32(self.plan.num_slots))])
+
+        lax.fori_loop(I32(0), last, drain, None)
+
+    def fetch_tile(self, tile: _Tile, done):
+        """Bring the pages of one tile; a page is handed over while the next ones are on their way."""
+        first, count = self.pages(tile)
+        ahead = self.plan.num_landing - 1
+
+        def step(i, _):
+            @compat.when(i >= ahead)
+            def _():
+                self.hand_over(tile, first + i - ahead, done + i - ahead)
+
+            @compat.when(i < count)
+            def _():
+                self.load_page(tile, first + i, done + i)
+
+        lax.fori_loop(I32(0), count + ahead, step, None)
+        return done + count
+
+    def load_page(self, tile: _Tile, page, serial):
+        """Start the two copies of a page; `serial` counts the pages of this program."""
+        r, plan = self.refs, self.plan
+        slot = lax.rem(serial, I32(plan.num_landing))
+        if not plan.widens:
+            self.wait_empty(serial)
+        page_id = r.table[tile.row, page]
+        target = r.narrow if plan.widens else r.kv
+        for x in range(2):
+            compat.copy_gmem_to_smem(
+                r.pool.at[page_id, tile.head, x], target.at[slot, x], r.landed.at[slot]
+            )
+
+    def wait_empty(self, serial):
+        """Wait until compute has left the slot that page `serial` goes to."""
+
+        @compat.when(serial >= self.plan.num_slots)
+        def _():
+            compat.barrier_wait(self.refs.empty.at[lax.rem(serial, I32(self.plan.num_slots))])
+
+    def hand_over(self, tile: _Tile, page, serial):
+        """Wait until a page has landed, make its values finite and bf16, and give it to compute."""
+        r, plan = self.refs, self.plan
+        landing = lax.rem(serial, I32(plan.num_landing))
+        slot = lax.rem(serial, I32(plan.num_slots))
+        compat.barrier_wait(r.landed.at[landing])
+        start = page * PAGE
+        end = tile.position + tile.num_tokens
+        whole = (start >= self.first_key(tile)) & (start + PAGE <= end)
+        if plan.widens:
+            self.wait_empty(serial)
+            self.widen(landing, slot)
+
+        @compat.when(jnp.logical_not(whole))
+        def _():
+            self.clean(slot, self.first_key(tile) - start, end - start)
+
+        compat.barrier_arrive(r.full.at[slot])
+
+    def widen(self, landing, slot):
+        """Convert keys and values of a page to bf16. fp8 goes through f32: there is no direct way."""
+        r = self.refs
+        for x in range(2):
+            page = r.narrow[landing, x]
+            if page.dtype != jnp.int8:
+                page = page.astype(F32)
+            r.kv[slot, x] = page.astype(BF16)
+        compat.commit_smem()
+
+    def clean(self, slot, begin, end):
+        """Zero the values outside [begin, end) of the page."""
+        values = self.refs.kv.at[slot, 1]
+        for columns in _column_blocks(self.plan.head_dim, 64):
+            token = compat.gpu_iota(I32, (PAGE, 64), 0, layout=ACC)
+            block = compat.layout_cast(values[:, columns], ACC)
+            seen = (token >= begin) & (token < end)
+            values[:, columns] = jnp.where(seen, block, jnp.zeros_like(block))
+        compat.commit_smem()
+
+    # -- a compute warpgroup
+
+    def attend_tile(self, wg, tile: _Tile, done):
+        """Attend this warpgroup's query rows of a tile to its pages and write the results."""
+        r, plan = self.refs, self.plan
+        self.take_queries(wg, tile)
+        first, count = self.pages(tile)
+
+        def one_page(i, state):
+            slot = lax.rem(done + i, I32(plan.num_slots))
+            compat.barrier_wait(r.full.at[slot])
+            state = self.attend_page(wg, tile, first + i, slot, state)
+            compat.barrier_arrive(r.empty.at[slot])
+            return state
+
+        top = compat.layout_cast(r.rows[wg], ROW) if plan.has_sinks else _full((WG_ROWS,), NEG, ROW)
+        total = _full((WG_ROWS,), 1.0 if plan.has_sinks else 0.0, ROW)
+        blocks = len(_column_blocks(plan.head_dim, plan.columns))
+        acc = tuple(_full((WG_ROWS, plan.columns), 0.0, ACC) for _ in range(blocks))
+        state = lax.fori_loop(I32(0), count, one_page, (top, total, acc))
+        self.put_results(wg, tile, *state)
+        return done + count
+
+    def take_queries(self, wg, tile: _Tile):
+        """Load the query rows, and the sinks where there are any.
+
+        They land untiled, because a tile may begin at any row and TMA into a tiled buffer counts in
+        blocks of 8 rows.
+        """
+        r, plan = self.refs, self.plan
+        row = tile.token * plan.group + wg * WG_ROWS
+        barrier = r.arrived.at[wg]
+        compat.copy_gmem_to_smem(r.q.at[tile.head, compat.ds(row, WG_ROWS)], r.raw.at[wg], barrier)
+        if plan.has_sinks:
+            sinks = r.sinks.at[tile.head, compat.ds(wg * WG_ROWS, WG_ROWS)]
+            compat.copy_gmem_to_smem(sinks, r.rows.at[wg], barrier)
+        compat.barrier_wait(barrier)
+        for columns in _column_blocks(plan.head_dim, 64):
+            r.queries[wg, :, columns] = compat.layout_cast(r.raw[wg, :, columns], ACC)
+        compat.commit_smem()
+
+    def attend_page(self, wg, tile: _Tile, page, slot, state):
+        """One step of the online softmax; state is (largest score, sum, blocks of O)."""
+        r, plan = self.refs, self.plan
+        top, total, acc = state
+        scores = _matmul(r.queries.at[wg], r.kv.at[slot, 0].T) * r.scales[0, tile.head]
+        if plan.soft_cap is not None:
+            scores = jnp.tanh(scores) * F32(plan.soft_cap * LOG2_E)
+        scores = self.mask(wg, tile, page, scores)
+        new_top = jnp.maximum(top, scores.max(axis=1))
+        alpha = jnp.exp2(top - new_top)
+        weights = jnp.exp2(scores - lax.broadcast_in_dim(new_top, scores.shape, [0]))
+        total = total * alpha + weights.sum(axis=1)
+        r.weights[wg] = weights.astype(BF16)
+        compat.commit_smem()
+        values = r.kv.at[slot, 1]
+        scale = lax.broadcast_in_dim(alpha, (WG_ROWS, plan.columns), [0])
+        acc = tuple(
+            block * scale + _matmul(r.weights.at[wg], values.at[:, columns])
+            for block, columns in zip(acc, _column_blocks(plan.head_dim, plan.columns), strict=True)
+        )
+        return new_top, total, acc
+
+    def mask(self, wg, tile: _Tile, page, scores):
+        """Scores, NEG where a query row does not see the key."""
+        plan = self.plan
+        query = wg * WG_ROWS + compat.gpu_iota(I32, scores.shape, 0, layout=ACC)
+        query = tile.position + lax.div(query, jnp.full(query.shape, plan.group, I32))
+        key = page * PAGE + compat.gpu_iota(I32, scores.shape, 1, layout=ACC)
+        seen = key <= query
+        if plan.window is not None:
+            seen &= key > query - plan.window
+        return jnp.where(seen, scores, F32(NEG))
+
+    def put_results(self, wg, tile: _Tile, top, total, acc):
+        """Write the rows that the tile has: no others, the next rows are another tile's."""
+        r, plan = self.refs, self.plan
+        r.rows[wg] = (top + jnp.log2(total)) * F32(1 / LOG2_E)
+        factor = lax.broadcast_in_dim(r.scales[1, tile.head] / total, (WG_ROWS, plan.columns), [0])
+        for block, columns in zip(acc, _column_blocks(plan.head_dim, plan.columns), strict=True):
+            r.raw[wg, :, columns] = (block * factor).astype(BF16)
+        compat.commit_smem()
+        lse = r.lse.at[tile.head, tile.index, compat.ds(wg * WG_ROWS, WG_ROWS)]
+        compat.copy_smem_to_gmem(r.rows.at[wg], lse)
+        self.store_rows(wg, tile)
+        compat.wait_smem_to_gmem(0)
+
+    def store_rows(self, wg, tile: _Tile):
+        """Start copying the tile's rows: a copy has a fixed size, so one for each bit of their number."""
+        r, plan = self.refs, self.plan
+        row = tile.token * plan.group + wg * WG_ROWS
+        count = jnp.clip(tile.num_tokens * plan.group - wg * WG_ROWS, 0, WG_ROWS)
+        for bit in range(WG_ROWS.bit_length()):
+            size = 1 << bit
+
+            @compat.when(lax.rem(lax.div(count, I32(size)), I32(2)) == 1)
+            def _(size=size):
+                at = lax.div(count, I32(2 * size)) * (2 * size)
+                compat.copy_smem_to_gmem(
+                    r.raw.at[wg, compat.ds(at, size)],
+                    r.out.at[tile.head, compat.ds(row + at, size)],
+                )
+
+
+def _matmul(a, b):
+    """f32 a @ b by wgmma. The accumulator is a fresh one: the interpreter cannot start from values."""
+
+    def body(acc):
+        compat.wgmma(acc, a, b)
+        return acc[...]
+
+    return compat.run_scoped(body, compat.WgmmaAccumulator((a.shape[0], b.shape[1]), F32))
+
+
+def _full(shape, value: float, where):
+    return compat.layout_cast(jnp.full(shape, value, F32), where)
+
+
+def _column_blocks(width: int, size: int):
+    return [compat.ds(at, size) for at in range(0, width, size)]
+
+
+def _ceil_div(a, b: int):
+    return lax.div(a + (b - 1), I32(b))
+
+
+# -- around the kernel
+
+
+def attend_chunks(
+    q,
+    pool,
+    kv_lens,
+    table,
+    kv_starts,
+    cu_q_lens,
+    ranges,
+    k_scale,
+    v_scale,
+    sinks,
+    *,
+    sm_scale,
+    window,
+    soft_cap,
+    interpret,
+):
+    """Attention of the tokens of rows [ranges[0], ranges[2]); other tokens' results are undefined.
+
+    Args:
+        q: bf16[T, H, D].
+        pool: bf16, int8, float8_e4m3fn or float8_e5m2 [N, K, 2, 64, D]; holds the new tokens already.
+        kv_lens: i32[S] context length, the new tokens included.
+        table: i32[S, P].
+        kv_starts: i32[S] absolute position of a row's first page.
+        cu_q_lens: i32[S+1]. ranges: i32[3].
+        k_scale, v_scale: f32[K] of an 8-bit pool, else None.
+        sinks: f32[H] or None.
+        sm_scale, window, soft_cap: as `api.ragged_paged_attention`'s.
+        interpret: None for the device, or `compat.GpuInterpretParams`.
+
+    Returns:
+        (out bf16[T, H, D], lse f32[T, H]).
+
+    Raises:
+        NotImplementedError: what the kernel does not serve, by name.
+    """
+    _refuse(q, pool)
+    plan = make_plan(q, pool, kv_lens.shape[0], window, soft_cap, sinks is not None)
+    arrays = (q, pool, kv_lens - kv_starts, table, cu_q_lens, ranges, k_scale, v_scale, sinks)
+    return _attend(*arrays, sm_scale=sm_scale, plan=plan, interpret=interpret)
+
+
+def make_plan(q, pool, num_rows: int, window, soft_cap, has_sinks: bool) -> Plan:
+    """What to compile for a call; q [T, H, D] and pool [N, K, 2, 64, D] may be abstract."""
+    num_tokens, num_heads, head_dim = q.shape
+    plan = Plan(
+        num_kv_heads=pool.shape[1],
+        group=num_heads // pool.shape[1],
+        head_dim=head_dim,
+        kv_dtype=pool.dtype,
+        window=window,
+        soft_cap=soft_cap,
+        has_sinks=has_sinks,
+    )
+    if plan.tile_tokens < 1:
+        raise NotImplementedError(
+            f"q: {plan.group} heads a KV head, attention backend 'gpu' serves {plan.tile_rows} at "
+            f"head_dim={head_dim}"
+        )
+    # Every row with tokens may have a last tile of one token.
+    rows = min(num_rows, num_tokens)
+    size = plan.tile_tokens
+    return dataclasses.replace(plan, num_tiles=(num_tokens + rows * (size - 1)) // size)
+
+
+def _refuse(q, pool) -> None:
+    head_dim, page = q.shape[-1], pool.shape[3]
+    if q.dtype != BF16:
+        raise NotImplementedError(f"q: {q.dtype}, attention backend 'gpu' serves bfloat16")
+    if head_dim not in (64, 128, 256):
+        raise NotImplementedError(
+            f"head_dim={head_dim}: attention backend 'gpu' serves 64, 128 and 256"
+        )
+    if page != PAGE:
+        raise NotImplementedError(f"page_size={page}: attention backend 'gpu' serves {PAGE}")
+    served = ("bfloat16", "int8", "float8_e4m3fn", "float8_e5m2")
+    if jnp.dtype(pool.dtype).name not in served:
+        raise NotImplementedError(
+            f"kv dtype {pool.dtype}: attention backend 'gpu' serves {', '.join(served)}"
+        )
+
+
+# A jit of its own: an unrolled model traces and lowers it once, not once per layer.
+@functools.partial(jax.jit, static_argnames=("sm_scale", "plan", "interpret"))
+def _attend(
+    q, pool, kv_lens, table, cu_q_lens, ranges, k_scale, v_scale, sinks, *, sm_scale, plan, interpret
+):
+    """(out, lse) of `attend_chunks`; kv_lens from a row's first page."""
+    num_tokens, num_heads, head_dim = q.shape
+    kv_heads, group = plan.num_kv_heads, plan.group
+    tiles, num_tiles, places = _make_tiles(plan, num_tokens, kv_lens, cu_q_lens, ranges)
+    grouped = q.reshape(num_tokens, kv_heads, group, head_dim).swapaxes(0, 1)
+    grouped = grouped.reshape(kv_heads, -1, head_dim)  # [K, T*G, D]
+    few = max(0, WG_ROWS - num_tokens * group)  # a copy must not be larger than the array
+    inputs = {
+        "q": jnp.pad(grouped, ((0, 0), (0, few), (0, 0))),
+        "pool": pool,
+        "table": table,
+        "tiles": tiles,
+        "num_tiles": num_tiles,
+        "scales": _scales(plan, sm_scale, k_scale, v_scale),
+    }
+    if sinks is not None:
+        rows = jnp.arange(plan.tile_rows, dtype=I32) % group
+        inputs["sinks"] = sinks.reshape(kv_heads, group)[:, rows] * F32(LOG2_E)
+    out, lse = _call(plan, interpret, inputs, num_tokens * group)
+    out = out.reshape(kv_heads, num_tokens, group, head_dim).swapaxes(0, 1)
+    tile, row = places
+    head_row = row[:, None] + jnp.arange(group, dtype=I32)[None]  # i32[T, G]
+    lse = lse[:, tile[:, None], head_row].swapaxes(0, 1)  # f32[T, K, G]
+    return out.reshape(q.shape), lse.reshape(num_tokens, num_heads)
+
+
+def _scales(plan: Plan, sm_scale, k_scale, v_scale):
+    """f32[2, K]: factors of the scores (to base 2, or before the cap) and of the values."""
+    ones = jnp.ones((plan.num_kv_heads,), F32)
+    factor = sm_scale * (LOG2_E if plan.soft_cap is None else 1 / plan.soft_cap)
+    keys = ones if k_scale is None else k_scale
+    return jnp.stack([keys * F32(factor), ones if v_scale is None else v_scale])
+
+
+def _make_tiles(plan: Plan, num_tokens: int, kv_lens, cu_q_lens, ranges):
+    """The tiles of the rows in range, and where each token's results are in them.
+
+    Returns:
+        (i32[tiles, 4] as `Refs.tiles`, i32[1] how many there are, (tile i32[T], query row i32[T])).
+    """
+    size, num_rows = plan.tile_tokens, kv_lens.shape[0]
+    row = jnp.arange(num_rows, dtype=I32)
+    new = cu_q_lens[1:] - cu_q_lens[:-1]
+    new = jnp.where((row >= ranges[0]) & (row < ranges[2]), new, 0)
+    in_row = (new + (size - 1)) // size
+    ends = jnp.cumsum(in_row, dtype=I32)
+    tile = jnp.arange(plan.num_tiles, dtype=I32)
+    of = jnp.sum((ends[None] <= tile[:, None]).astype(I32), axis=1)
+    of = jnp.minimum(of, num_rows - 1)
+    # A row's last tile sees the most keys: it comes first, so that the short ones fill up the end.
+    local = (ends[of] - 1 - tile) * size
+    count = jnp.minimum(size, new[of] - local)
+    position = kv_lens[of] - new[of] + local
+    tiles = jnp.stack([of, cu_q_lens[of] + local, count, position], axis=1)
+
+    places = layout.token_places(num_tokens, kv_lens, cu_q_lens)
+    local = jnp.arange(num_tokens, dtype=I32) - cu_q_lens[places.row]
+    tile = jnp.clip(ends[places.row] - 1 - local // size, 0, plan.num_tiles - 1)
+    return tiles, ends[-1:], (tile, (local % size) * plan.group)
+
+
+def _call(plan: Plan, interpret, inputs: dict, num_query_rows: int):
+    """Call the kernel; arguments by the names in `Refs`."""
+    outputs = {
+        "out": jax.ShapeDtypeStruct((plan.num_kv_heads, num_query_rows, plan.head_dim), BF16),
+        "lse": jax.ShapeDtypeStruct((plan.num_kv_heads, plan.num_tiles, plan.tile_rows), F32),
+    }
+    names = (*inputs, *outputs)
+
+    def body(*refs, **scratch):
+        _Kernel(Refs(**dict(zip(names, refs, strict=True)), **scratch), plan).run()
+
+    return compat.gpu_kernel(
+        body,
+        out_type=tuple(outputs.values()),
+        scratch_types=_scratch(plan),
+        grid=(min(NUM_PROGRAMS, plan.num_tiles * plan.num_kv_heads),),
+        grid_names=("program",),
+        num_threads=plan.num_compute + 1,
+        thread_name="warpgroup",
+        compiler_params=compat.GpuCompilerParams(approx_math=True),
+        interpret=interpret,
+    )(*inputs.values())
+
+
+def _scratch(plan: Plan) -> dict[str, Any]:
+    """SMEM buffers and barriers, by their names in `Refs`."""
+    compute, dim = plan.num_compute, plan.head_dim
+    scratch = {
+        "raw": compat.SMEM((compute, WG_ROWS, dim), BF16),
+        "queries": _tiled((compute, WG_ROWS, dim), BF16),
+        "weights": _tiled((compute, WG_ROWS, PAGE), BF16),
+        "rows": compat.SMEM((compute, WG_ROWS), F32),
+        "kv": _tiled((plan.num_slots, 2, PAGE, dim), BF16),
+        "arrived": compat.Barrier(num_arrivals=1 + plan.has_sinks, num_barriers=compute),
+        "landed": compat.Barrier(num_arrivals=2, num_barriers=plan.num_landing),
+        "full": compat.Barrier(num_barriers=plan.num_slots),
+        "empty": compat.Barrier(num_arrivals=compute, num_barriers=plan.num_slots),
+    }
+    if plan.widens:
+        scratch["narrow"] = _tiled((plan.num_landing, 2, PAGE, dim), plan.kv_dtype)
+    return scratch
+
+
+def _tiled(shape, dtype):
+    """SMEM as wgmma reads it: blocks of 8 rows, swizzled over up to 128 bytes."""
+    size = jnp.dtype(dtype).itemsize
+    columns = min(128 // size, shape[-1])
+    transforms = (
+        compat.TilingTransform((8, columns)),
+        compat.SwizzleTransform(columns * size),
+    )
+    return compat.SMEM(shape, dtype, transforms=transforms)
