@@ -104,6 +104,11 @@ class Plan:
         return 1 if self.head_dim > 128 else 2
 
     @property
+    def registers(self) -> tuple[int, int]:
+        """Registers a thread of the memory and of the compute warpgroups: 65,536 in all."""
+        return (240, 240) if self.num_compute == 1 else (88, 208)
+
+    @property
     def columns(self) -> int:
         """Columns of O that one product adds: a second accumulator of that width is live meanwhile."""
         return min(self.head_dim, 64)
@@ -172,10 +177,12 @@ class _Kernel:
 
         @compat.when(warpgroup == self.plan.num_compute)
         def _():
+            compat.set_max_registers(self.plan.registers[0], action="decrease")
             self.fetch_all()
 
         @compat.when(warpgroup < self.plan.num_compute)
         def _():
+            compat.set_max_registers(self.plan.registers[1], action="increase")
             self.for_each_tile(functools.partial(self.attend_tile, warpgroup))
 
     def for_each_tile(self, do):
@@ -203,6 +210,14 @@ class _Kernel:
         """(first page, number of pages) of the row in which the tile sees a key."""
         first = lax.div(self.first_key(tile), I32(PAGE))
         return first, _ceil_div(tile.position + tile.num_tokens, PAGE) - first
+
+    def unmasked(self, tile: _Tile):
+        """[first, end) of the pages of which every token of the tile sees every key."""
+        end = lax.div(tile.position + 1, I32(PAGE))
+        if self.plan.window is None:
+            return I32(0), end
+        last = tile.position + tile.num_tokens - 1
+        return _ceil_div(jnp.maximum(last - (self.plan.window - 1), 0), PAGE), end
 
     # -- the memory warpgroup
 
@@ -284,12 +299,10 @@ class _Kernel:
 
     def clean(self, slot, begin, end):
         """Zero the values outside [begin, end) of the page."""
-        values = self.refs.kv.at[slot, 1]
-        for columns in _column_blocks(self.plan.head_dim, 64):
-            token = compat.gpu_iota(I32, (PAGE, 64), 0, layout=ACC)
-            block = compat.layout_cast(values[:, columns], ACC)
-            seen = (token >= begin) & (token < end)
-            values[:, columns] = jnp.where(seen, block, jnp.zeros_like(block))
+        values = compat.layout_cast(self.refs.kv[slot, 1], ACC)
+        token = compat.gpu_iota(I32, values.shape, 0, layout=ACC)
+        seen = (token >= begin) & (token < end)
+        self.refs.kv[slot, 1] = jnp.where(seen, values, jnp.zeros_like(values))
         compat.commit_smem()
 
     # -- a compute warpgroup
@@ -300,10 +313,10 @@ class _Kernel:
         self.take_queries(wg, tile)
         first, count = self.pages(tile)
 
-        def one_page(i, state):
+        def one_page(i, state, masked):
             slot = lax.rem(done + i, I32(plan.num_slots))
             compat.barrier_wait(r.full.at[slot])
-            state = self.attend_page(wg, tile, first + i, slot, state)
+            state = self.attend_page(wg, tile, first + i, slot, masked, state)
             compat.barrier_arrive(r.empty.at[slot])
             return state
 
@@ -311,7 +324,16 @@ class _Kernel:
         total = _full((WG_ROWS,), 1.0 if plan.has_sinks else 0.0, ROW)
         blocks = len(_column_blocks(plan.head_dim, plan.columns))
         acc = tuple(_full((WG_ROWS, plan.columns), 0.0, ACC) for _ in range(blocks))
-        state = lax.fori_loop(I32(0), count, one_page, (top, total, acc))
+        state = (top, total, acc)
+        begin, end = self.unmasked(tile)
+        begin, end = jnp.clip(begin - first, 0, count), jnp.clip(end - first, 0, count)
+        begin = jnp.minimum(begin, end)
+        ranges = [(begin, end, False), (end, count, True)]
+        if plan.window is not None:
+            ranges.insert(0, (I32(0), begin, True))
+        for start, stop, masked in ranges:
+            step = functools.partial(one_page, masked=masked)
+            state = lax.fori_loop(start, stop, step, state)
         self.put_results(wg, tile, *state)
         return done + count
 
@@ -329,18 +351,18 @@ class _Kernel:
             sinks = r.sinks.at[tile.head, compat.ds(wg * WG_ROWS, WG_ROWS)]
             compat.copy_gmem_to_smem(sinks, r.rows.at[wg], barrier)
         compat.barrier_wait(barrier)
-        for columns in _column_blocks(plan.head_dim, 64):
-            r.queries[wg, :, columns] = compat.layout_cast(r.raw[wg, :, columns], ACC)
+        r.queries[wg] = compat.layout_cast(r.raw[wg], ACC)
         compat.commit_smem()
 
-    def attend_page(self, wg, tile: _Tile, page, slot, state):
+    def attend_page(self, wg, tile: _Tile, page, slot, masked: bool, state):
         """One step of the online softmax; state is (largest score, sum, blocks of O)."""
         r, plan = self.refs, self.plan
         top, total, acc = state
         scores = _matmul(r.queries.at[wg], r.kv.at[slot, 0].T) * r.scales[0, tile.head]
         if plan.soft_cap is not None:
             scores = jnp.tanh(scores) * F32(plan.soft_cap * LOG2_E)
-        scores = self.mask(wg, tile, page, scores)
+        if masked:
+            scores = self.mask(wg, tile, page, scores)
         new_top = jnp.maximum(top, scores.max(axis=1))
         alpha = jnp.exp2(top - new_top)
         weights = jnp.exp2(scores - lax.broadcast_in_dim(new_top, scores.shape, [0]))
@@ -401,7 +423,7 @@ def _matmul(a, b):
 
     def body(acc):
         compat.wgmma(acc, a, b)
-        return acc[...]
+        return compat.layout_cast(acc[...], ACC)
 
     return compat.run_scoped(body, compat.WgmmaAccumulator((a.shape[0], b.shape[1]), F32))
 
