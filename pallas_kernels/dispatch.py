@@ -35,7 +35,7 @@ BACKENDS = {
     "reference": Backend(name="reference", module=f"{_HERE}.reference", layout="head_major"),
     "xla": Backend(name="xla", module=f"{_HERE}.xla", layout="split"),
     "cpu": Backend(name="cpu", module=None, layout="head_major"),
-    "gpu": Backend(name="gpu", module=None, layout="head_major"),
+    "gpu": Backend(name="gpu", module=f"{_HERE}.gpu", layout="head_major", platform="gpu"),
     "tpu": Backend(name="tpu", module=f"{_HERE}.tpu", layout="tpu", platform="tpu"),
 }
 

@@ -98,7 +98,7 @@ def test_numpy_numbers_in_sampling_params():
         ({"compilation_cache_dir": 5}, "compilation_cache_dir must be a folder, got 5"),
         ({"max_model_len": 4096}, "max_model_len must be at most 2048"),
         ({"attention_backend": "tpu"}, "attention_backend='tpu' runs on tpu, and this is cpu"),
-        ({"attention_backend": "gpu"}, "attention_backend='gpu': this version does not ship"),
+        ({"attention_backend": "gpu"}, "attention_backend='gpu' runs on gpu, and this is cpu"),
         ({"attention_backend": "nope"}, "attention_backend='nope': no such backend"),
         ({"num_pages": 10**8}, "num_pages: 100000000 KV pages take"),
         ({"num_seqs": 4}, "unknown option 'num_seqs'"),

@@ -232,10 +232,31 @@ def token_places(num_tokens: int, kv_lens, cu_q_lens) -> TokenPlaces:
     return TokenPlaces(row, position, token < cu_q_lens[-1])
 
 
+def token_slots(num_tokens: int, page_size: int, kv_lens, page_table, kv_starts, cu_q_lens):
+    """The slot that each packed token is written to; a padding token's is in the null page.
+
+    Slots are derived here and nowhere else.
+
+    Args:
+        num_tokens: T, static.
+        page_size: tokens a page.
+        kv_lens: i32[S]. page_table: i32[S*P]. kv_starts: i32[S]. cu_q_lens: i32[S+1].
+
+    Returns:
+        (page ids i32[T], places in the page i32[T]).
+    """
+    places = token_places(num_tokens, kv_lens, cu_q_lens)
+    pages_per_row = page_table.shape[0] // kv_lens.shape[0]
+    index = places.position - kv_starts[places.row]  # token's place in its row's pages
+    index = jnp.clip(index, 0, pages_per_row * page_size - 1)
+    page_ids = page_table[places.row * pages_per_row + index // page_size]
+    return jnp.where(places.live, page_ids, 0), index % page_size
+
+
 def write(kv: KVPages, k_new, v_new, kv_lens, page_table, kv_starts, cu_q_lens, k_scale, v_scale):
     """Write the new tokens' keys and values into their pages.
 
-    Slots are derived here and nowhere else. Padding tokens write to the null page.
+    Padding tokens write to the null page.
 
     Args:
         kv: the pool.
@@ -246,16 +267,12 @@ def write(kv: KVPages, k_new, v_new, kv_lens, page_table, kv_starts, cu_q_lens, 
     Returns:
         The pool with those slots written; nothing else changes but the null page.
     """
-    num_tokens = k_new.shape[0]
-    places = token_places(num_tokens, kv_lens, cu_q_lens)
-    pages_per_row = page_table.shape[0] // kv_lens.shape[0]
-    index = places.position - kv_starts[places.row]  # token's place in its row's pages
-    index = jnp.clip(index, 0, pages_per_row * kv.page_size - 1)
-    page_ids = page_table[places.row * pages_per_row + index // kv.page_size]
-    page_ids = jnp.where(places.live, page_ids, 0)
+    page_ids, offsets = token_slots(
+        k_new.shape[0], kv.page_size, kv_lens, page_table, kv_starts, cu_q_lens
+    )
     k = encode(k_new, kv.dtype, k_scale)
     v = encode(v_new, kv.dtype, v_scale)
-    data = LAYOUTS[kv.layout].write(kv.data, page_ids, index % kv.page_size, k, v)
+    data = LAYOUTS[kv.layout].write(kv.data, page_ids, offsets, k, v)
     return dataclasses.replace(kv, data=data)
 
 

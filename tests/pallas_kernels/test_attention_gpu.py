@@ -1,0 +1,192 @@
+"""gpu.py: its kernels in Pallas' interpreter against a float64 softmax, the work list, what it refuses.
+
+What the compiler for Hopper makes of it is another test's. The interpreter checks barriers and races
+of copies; it does not see a race of wgmma, a page id out of range or a cast that the hardware lacks.
+"""
+
+import dataclasses
+import functools
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.ragged_paged_attention import KVPages, gpu, gpu_decode, ragged_paged_attention
+from tests.pallas_kernels import gpu_interpreted
+from tests.pallas_kernels.ragged_cases import array_args, make_case, make_pages
+
+
+def interpret(which: str, repository, timeout_s: float) -> dict[str, str]:
+    """Name -> fault of what the child reported before it ended or its time was up."""
+    command = [sys.executable, "-m", "tests.pallas_kernels.gpu_interpreted", which]
+    with subprocess.Popen(
+        command, cwd=repository, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as child:
+        try:
+            output, _ = child.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            output, _ = child.communicate()
+    # jax 0.11 prints the races it finds among them.
+    results = [json.loads(line) for line in output.splitlines() if line.startswith('{"name"')]
+    return {result["name"]: result["fault"] for result in results}
+
+
+@pytest.fixture(scope="module")
+def interpreted(repository) -> dict[str, str]:
+    return interpret("cases", repository, timeout_s=420)
+
+
+@pytest.fixture(scope="module")
+def broken(repository) -> dict[str, str]:
+    return interpret("controls", repository, timeout_s=150)
+
+
+@pytest.mark.gpu_interpret
+@pytest.mark.timeout(450)
+@pytest.mark.parametrize("name", gpu_interpreted.CHECKS)
+def test_the_interpreted_kernels_are_right_and_have_no_race(name, interpreted):
+    assert interpreted.get(name, "hung, or the child died") == ""
+
+
+@pytest.mark.gpu_interpret
+@pytest.mark.parametrize("name", gpu_interpreted.BROKEN)
+def test_a_broken_kernel_is_caught(name, broken):
+    assert broken["sound"] == ""
+    assert broken.get(name, "hung") != ""
+    if name in gpu_interpreted.RACES:
+        assert broken[name].startswith("race")
+
+
+def plan_of(head_dim=64, kv_dtype="bfloat16", *, heads=(9, 3), **options) -> gpu_decode.DecodePlan:
+    q = jax.ShapeDtypeStruct((4, heads[0], head_dim), jnp.bfloat16)
+    kv = KVPages.abstract("head_major", 8, 64, heads[1], head_dim, kv_dtype)
+    return gpu.make_plan(q, kv, **options)
+
+
+@pytest.mark.parametrize("head_dim", gpu.HEAD_DIMS)
+@pytest.mark.parametrize("kv_dtype", gpu.KV_DTYPES)
+@pytest.mark.parametrize("heads", [(9, 3), (32, 8), (32, 32), (64, 4), (32, 1), (128, 1)])
+def test_every_plan_fits(head_dim, kv_dtype, heads):
+    plan = plan_of(head_dim, kv_dtype, heads=heads)
+    assert plan.columns * plan.passes >= plan.group
+    assert plan.stages >= 2  # one is loaded while another is read
+    taken = gpu_decode.smem_bytes(plan, plan.stages)
+    assert taken <= 227 * 1024
+    assert plan.ctas_per_multiprocessor * (taken + 1024) <= 228 * 1024
+
+
+def test_two_ctas_of_common_models_share_a_multiprocessor_with_three_pages_on_their_way():
+    for head_dim in (64, 128):
+        plan = plan_of(head_dim, heads=(32, 8))
+        assert (plan.ctas_per_multiprocessor, plan.stages, plan.num_ctas) == (2, 3, 264)
+    plan = plan_of(256, heads=(32, 8))
+    assert (plan.ctas_per_multiprocessor, plan.stages, plan.num_ctas) == (1, 3, 132)
+
+
+def work_of(plan, lens, starts, num_live, pages_per_row):
+    """[(first page, end page) of each row's items], in absolute pages."""
+    work = gpu_decode.work_list(
+        plan, jnp.asarray(lens, jnp.int32), jnp.asarray(starts, jnp.int32), num_live, pages_per_row
+    )
+    items, bounds = np.asarray(work.items), np.asarray(work.row_items)
+    assert bounds[-1] <= items.shape[1]
+    found = []
+    for r, (length, start) in enumerate(zip(lens, starts, strict=True)):
+        item = gpu_decode.Item(*items[:, bounds[r] : bounds[r + 1]])
+        begin = start if plan.window is None else max(start, length - plan.window)
+        assert (item.row == r).all()
+        assert (item.first_slot == begin - start).all()
+        assert (item.end_slot == length - start).all()
+        offset = start // 64
+        found.append(list(zip(item.first_page + offset, item.end_page + offset, strict=True)))
+    return found
+
+
+@pytest.mark.parametrize("window", [None, 1, 100, 5000])
+@pytest.mark.parametrize("split_pages", [1, 8])
+def test_splits_are_the_pages_that_a_row_sees_cut_at_absolute_positions(window, split_pages):
+    rng = np.random.default_rng(0)
+    plan = plan_of(window=window, blocks=(split_pages,))
+    starts = rng.integers(0, 300, 40) * 64
+    lens = starts + rng.integers(1, 700 * 64, 40)
+    lens[:4] = np.add(starts[:4], [1, 64, 65, 700 * 64])
+    splits = work_of(plan, lens, starts, 38, 700)
+    assert splits[38:] == [[], []]
+    for row, length, start in zip(splits[:38], lens, starts, strict=False):
+        begin = start if window is None else max(start, length - window)
+        firsts, ends = zip(*row, strict=True)
+        assert (firsts[0], ends[-1]) == (begin // 64, (length + 63) // 64)
+        assert firsts[1:] == ends[:-1]
+        assert all(first < end for first, end in row)
+        size = split_pages
+        while length - begin > gpu_decode.MAX_SPLITS * size * 64:
+            size *= 2
+        assert all(first % size == 0 for first in firsts[1:])
+        assert len(row) <= gpu_decode.MAX_SPLITS + 1
+    # A property of the row alone, whatever the neighbours and the table.
+    for r in (3, 20):
+        alone = work_of(plan, lens[r : r + 1], starts[r : r + 1], 1, 2000)
+        assert alone == [splits[r]]
+
+
+def test_partials_stop_growing():
+    plan = plan_of(128, heads=(64, 8))
+    assert gpu_decode.partial_bytes(plan, 256, 128) == 144_834_560
+    assert gpu_decode.partial_bytes(plan, 256, 2048) == 281_149_440
+    assert gpu_decode.partial_bytes(plan, 256, 4096) == 281_149_440
+    narrow = plan_of(128, heads=(64, 8), window=512)
+    assert gpu_decode.partial_bytes(narrow, 256, 4096) == 256 * 2 * 8 * 8 * 130 * 4
+
+
+def call(case, **options):
+    """Traces a call; nothing runs."""
+    kv = options.pop("kv", None) or make_pages(case, "gpu")
+    f = functools.partial(ragged_paged_attention, sm_scale=0.2, backend="gpu", **options)
+    return jax.eval_shape(f, jnp.asarray(case.q), kv=kv, **array_args(case))
+
+
+def test_what_is_not_served_is_refused_by_name():
+    make = functools.partial(make_case, [(1, 3)], page=64, head_dim=64, dtype="bfloat16")
+    case = make()
+    with pytest.raises(NotImplementedError, match="layout='split'"):
+        call(case, kv=make_pages(case, "xla"))
+    for change, message in (
+        ({"dtype": "float32"}, "q dtype float32: .*serves bfloat16.*--attention_backend=xla"),
+        ({"page": 32}, "page_size=32: .*'gpu' serves 64"),
+        ({"head_dim": 96}, "head_dim=96: .*'gpu' serves 64, 128, 256"),
+        ({"kv_dtype": "float32"}, "kv dtype float32: .*serves bfloat16, int8"),
+    ):
+        with pytest.raises(NotImplementedError, match=message):
+            call(make(**change))
+    with pytest.raises(ValueError, match="interpret='yes'"):
+        call(case, interpret="yes")
+    for blocks in ((), (0,), (4, 4), (1.5,)):
+        with pytest.raises(ValueError, match="blocks="):
+            call(case, blocks=blocks)
+    assert call(case)[0].shape == case.q.shape  # the control: all is well without them
+
+
+def test_many_layers_are_traced_once():
+    case = make_case([(1, 3)], page=64, head_dim=64, dtype="bfloat16")
+    args = array_args(case)
+
+    def layers(q, pools):
+        for kv in pools:
+            q, _, _ = ragged_paged_attention(q, kv=kv, **args, sm_scale=0.2, backend="gpu")
+        return q
+
+    jaxpr = jax.make_jaxpr(layers)(jnp.asarray(case.q), [make_pages(case, "gpu")] * 2)
+    calls = [eqn for eqn in jaxpr.eqns if eqn.params.get("name") == "_attend"]
+    assert len(calls) == 2
+    assert calls[0].params["jaxpr"] is calls[1].params["jaxpr"]
+
+
+def test_the_plan_can_be_a_static_argument():
+    plan = plan_of()
+    assert hash(plan) == hash(plan_of())
+    assert plan != dataclasses.replace(plan, window=3)
