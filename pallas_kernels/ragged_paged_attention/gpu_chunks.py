@@ -6,8 +6,10 @@ stage counts are reasoned, not tuned.
 
 A row's queries that share a KV head are one list of query rows, token by token, the G heads of a
 token side by side. A tile is up to 64 query rows for each compute warpgroup, starting at a token:
-short chunks and grouped heads fill the rows of wgmma alike. Programs walk over a list of tiles made
-on the device, so nothing runs for tiles that the batch does not have.
+short chunks and grouped heads fill the rows of wgmma alike. Lists begin at a multiple of 8 rows of a
+packed array: so a tile is copied straight from and to the swizzled buffers of wgmma, in blocks of 8
+rows, and a list's last block is its own. Programs walk over a list of tiles made on the device, so
+nothing runs for tiles that the batch does not have.
 
     memory warpgroup    for each page of a tile: TMA into a slot of the ring, wait until it has
                         landed, clean or widen it, hand it over
@@ -20,8 +22,8 @@ Invariants:
   NaN included: scores are masked, and values that no token of the tile sees are zeroed, as
   0 * NaN is NaN. Query rows beyond the tile's may be NaN too: no sum runs over query rows.
 - A buffer that wgmma or TMA reads is committed after it was written; the race detector of the
-  interpreter does not see wgmma, so those places are few: `_Kernel.hand_over`, `take_queries`,
-  `attend_page`, `put_results`.
+  interpreter does not see wgmma, so those places are few: `_Kernel.widen`, `clean`, `attend_page`,
+  `put_results`.
 
 Source: online softmax, Milakov and Gimelshein 2018; warp specialisation, FlashAttention-3, Shah et
 al. 2024.
@@ -30,7 +32,7 @@ al. 2024.
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,17 +40,26 @@ from jax import lax
 
 from pallas_kernels import compat
 from pallas_kernels.ragged_paged_attention import layout
+from pallas_kernels.ragged_paged_attention.gpu_blocks import (
+    BF16,
+    BF16_TILES,
+    BYTE_TILES,
+    F32,
+    I32,
+    LOG2E,
+    MASKED,
+    PAGE,
+    ROWS,
+    full,
+    matmul,
+)
 
-F32, BF16, I32 = jnp.float32, jnp.bfloat16, jnp.int32
-NEG = -1e30  # finite, so that exp2(NEG - NEG) is not NaN; far below any score
-LOG2_E = math.log2(math.e)
-PAGE = 64
 WG_ROWS = 64  # query rows of a compute warpgroup: M of wgmma
+EIGHT = 8  # rows of a block of a swizzled buffer
 # As many programs as an H100 or H200 has multiprocessors; one fits on each.
 NUM_PROGRAMS = 132
 SMEM_LIMIT_BYTES = 227 * 1024
-ACC = compat.GpuLayout.WGMMA  # f32 [rows, columns]
-ROW = ACC.reduce(1)  # f32 [rows]
+PER_ROW = ROWS.reduce(1)  # f32 [M], one value for each row of a product
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,8 +94,14 @@ class Plan:
         return WG_ROWS * self.num_compute
 
     @property
+    def token_step(self) -> int:
+        """The fewest tokens whose query rows are whole blocks of 8."""
+        return EIGHT // math.gcd(self.group, EIGHT)
+
+    @property
     def tile_tokens(self) -> int:
-        return self.tile_rows // self.group
+        step = self.token_step
+        return self.tile_rows // (self.group * step) * step
 
     @property
     def widens(self) -> bool:
@@ -118,7 +135,7 @@ class Plan:
         """SMEM of the buffers."""
         page = 2 * PAGE * self.head_dim
         buffers = 2 * page * self.num_slots + (page * self.num_landing if self.widens else 0)
-        queries = self.tile_rows * (2 * 2 * self.head_dim + 2 * PAGE + 2 * 4)
+        queries = self.tile_rows * (2 * self.head_dim + 2 * PAGE + 2 * 4)
         return buffers + queries
 
 
@@ -127,24 +144,23 @@ class Refs:
     """The kernel's arguments. A field left None does not exist in this program."""
 
     # GMEM
-    q: Any  # bf16[K, T*G, D] at least WG_ROWS rows
+    q: Any  # bf16[K, rows, D]
     pool: Any  # [N, K, 2, 64, D]
     table: Any  # i32[S, P]
-    tiles: Any  # i32[tiles, 4] row, first token, tokens, position of the first token
+    tiles: Any  # i32[tiles, 4] row, first query row, tokens, position of the first token
     num_tiles: Any  # i32[1]
     scales: Any  # f32[2, K] of scores and of values
     sinks: Any = None  # f32[K, tile_rows] times log2(e), by query row of a tile
-    out: Any  # bf16[K, T*G, D]
+    out: Any  # bf16[K, rows, D]
     lse: Any  # f32[K, tiles, tile_rows]
     # SMEM
-    raw: Any  # bf16[compute, 64, D] where queries land and results leave; not tiled
-    queries: Any  # bf16[compute, 64, D]
+    queries: Any  # bf16[compute, 64, D] queries in, results out
     weights: Any  # bf16[compute, 64, 64] P
     rows: Any  # f32[compute, 64] sinks in, lse out
     kv: Any  # bf16[slots, 2, 64, D]
     narrow: Any = None  # 8-bit [landing, 2, 64, D]
     # barriers
-    arrived: Any  # [compute] queries are in raw
+    arrived: Any  # [compute] queries are there
     landed: Any  # [landing] TMA has written a page
     full: Any  # [slots] a page is ready for compute
     empty: Any  # [slots] all compute warpgroups are done with it
@@ -157,7 +173,7 @@ class _Tile:
     index: Any
     head: Any
     row: Any
-    token: Any
+    query_row: Any
     num_tokens: Any
     position: Any
 
@@ -194,8 +210,8 @@ class _Kernel:
         def one(i, pages):
             item = program + i * NUM_PROGRAMS
             index = lax.div(item, heads)
-            row, token, count, position = (self.refs.tiles[index, x] for x in range(4))
-            return do(_Tile(index, lax.rem(item, heads), row, token, count, position), pages)
+            row, first, count, position = (self.refs.tiles[index, x] for x in range(4))
+            return do(_Tile(index, lax.rem(item, heads), row, first, count, position), pages)
 
         num_items = _ceil_div(total - program, NUM_PROGRAMS)
         return lax.fori_loop(I32(0), num_items, one, I32(0))
@@ -227,7 +243,9 @@ class _Kernel:
         last = jnp.minimum(total, self.plan.num_slots)
 
         def drain(i, _):
-            compat.barrier_wait(self.refs.empty.at[lax.rem(total - last + i, I32(self.plan.num_slots))])
+            compat.barrier_wait(
+                self.refs.empty.at[lax.rem(total - last + i, I32(self.plan.num_slots))]
+            )
 
         lax.fori_loop(I32(0), last, drain, None)
 
@@ -299,8 +317,8 @@ class _Kernel:
 
     def clean(self, slot, begin, end):
         """Zero the values outside [begin, end) of the page."""
-        values = compat.layout_cast(self.refs.kv[slot, 1], ACC)
-        token = compat.gpu_iota(I32, values.shape, 0, layout=ACC)
+        values = compat.layout_cast(self.refs.kv[slot, 1], ROWS)
+        token = compat.gpu_iota(I32, values.shape, 0, layout=ROWS)
         seen = (token >= begin) & (token < end)
         self.refs.kv[slot, 1] = jnp.where(seen, values, jnp.zeros_like(values))
         compat.commit_smem()
@@ -320,10 +338,14 @@ class _Kernel:
             compat.barrier_arrive(r.empty.at[slot])
             return state
 
-        top = compat.layout_cast(r.rows[wg], ROW) if plan.has_sinks else _full((WG_ROWS,), NEG, ROW)
-        total = _full((WG_ROWS,), 1.0 if plan.has_sinks else 0.0, ROW)
+        top = (
+            compat.layout_cast(r.rows[wg], PER_ROW)
+            if plan.has_sinks
+            else full((WG_ROWS,), MASKED, PER_ROW)
+        )
+        total = full((WG_ROWS,), 1.0 if plan.has_sinks else 0.0, PER_ROW)
         blocks = len(_column_blocks(plan.head_dim, plan.columns))
-        acc = tuple(_full((WG_ROWS, plan.columns), 0.0, ACC) for _ in range(blocks))
+        acc = tuple(full((WG_ROWS, plan.columns), 0.0, ROWS) for _ in range(blocks))
         state = (top, total, acc)
         begin, end = self.unmasked(tile)
         begin, end = jnp.clip(begin - first, 0, count), jnp.clip(end - first, 0, count)
@@ -338,29 +360,24 @@ class _Kernel:
         return done + count
 
     def take_queries(self, wg, tile: _Tile):
-        """Load the query rows, and the sinks where there are any.
-
-        They land untiled, because a tile may begin at any row and TMA into a tiled buffer counts in
-        blocks of 8 rows.
-        """
-        r, plan = self.refs, self.plan
-        row = tile.token * plan.group + wg * WG_ROWS
+        """Load the query rows, and the sinks where there are any."""
+        r = self.refs
         barrier = r.arrived.at[wg]
-        compat.copy_gmem_to_smem(r.q.at[tile.head, compat.ds(row, WG_ROWS)], r.raw.at[wg], barrier)
-        if plan.has_sinks:
+        row = compat.multiple_of(tile.query_row + wg * WG_ROWS, EIGHT)
+        source = r.q.at[tile.head, compat.ds(row, WG_ROWS)]
+        compat.copy_gmem_to_smem(source, r.queries.at[wg], barrier)
+        if self.plan.has_sinks:
             sinks = r.sinks.at[tile.head, compat.ds(wg * WG_ROWS, WG_ROWS)]
             compat.copy_gmem_to_smem(sinks, r.rows.at[wg], barrier)
         compat.barrier_wait(barrier)
-        r.queries[wg] = compat.layout_cast(r.raw[wg], ACC)
-        compat.commit_smem()
 
     def attend_page(self, wg, tile: _Tile, page, slot, masked: bool, state):
         """One step of the online softmax; state is (largest score, sum, blocks of O)."""
         r, plan = self.refs, self.plan
         top, total, acc = state
-        scores = _matmul(r.queries.at[wg], r.kv.at[slot, 0].T) * r.scales[0, tile.head]
+        scores = matmul(r.queries.at[wg], r.kv.at[slot, 0].T) * r.scales[0, tile.head]
         if plan.soft_cap is not None:
-            scores = jnp.tanh(scores) * F32(plan.soft_cap * LOG2_E)
+            scores = jnp.tanh(scores) * F32(plan.soft_cap * LOG2E)
         if masked:
             scores = self.mask(wg, tile, page, scores)
         new_top = jnp.maximum(top, scores.max(axis=1))
@@ -372,29 +389,29 @@ class _Kernel:
         values = r.kv.at[slot, 1]
         scale = lax.broadcast_in_dim(alpha, (WG_ROWS, plan.columns), [0])
         acc = tuple(
-            block * scale + _matmul(r.weights.at[wg], values.at[:, columns])
+            block * scale + matmul(r.weights.at[wg], values.at[:, columns])
             for block, columns in zip(acc, _column_blocks(plan.head_dim, plan.columns), strict=True)
         )
         return new_top, total, acc
 
     def mask(self, wg, tile: _Tile, page, scores):
-        """Scores, NEG where a query row does not see the key."""
+        """Scores, MASKED where a query row does not see the key."""
         plan = self.plan
-        query = wg * WG_ROWS + compat.gpu_iota(I32, scores.shape, 0, layout=ACC)
+        query = wg * WG_ROWS + compat.gpu_iota(I32, scores.shape, 0, layout=ROWS)
         query = tile.position + lax.div(query, jnp.full(query.shape, plan.group, I32))
-        key = page * PAGE + compat.gpu_iota(I32, scores.shape, 1, layout=ACC)
+        key = page * PAGE + compat.gpu_iota(I32, scores.shape, 1, layout=ROWS)
         seen = key <= query
         if plan.window is not None:
             seen &= key > query - plan.window
-        return jnp.where(seen, scores, F32(NEG))
+        return jnp.where(seen, scores, F32(MASKED))
 
     def put_results(self, wg, tile: _Tile, top, total, acc):
-        """Write the rows that the tile has: no others, the next rows are another tile's."""
+        """Write the tile's results; its queries are not needed any more."""
         r, plan = self.refs, self.plan
-        r.rows[wg] = (top + jnp.log2(total)) * F32(1 / LOG2_E)
+        r.rows[wg] = (top + jnp.log2(total)) * F32(1 / LOG2E)
         factor = lax.broadcast_in_dim(r.scales[1, tile.head] / total, (WG_ROWS, plan.columns), [0])
         for block, columns in zip(acc, _column_blocks(plan.head_dim, plan.columns), strict=True):
-            r.raw[wg, :, columns] = (block * factor).astype(BF16)
+            r.queries[wg, :, columns] = (block * factor).astype(BF16)
         compat.commit_smem()
         lse = r.lse.at[tile.head, tile.index, compat.ds(wg * WG_ROWS, WG_ROWS)]
         compat.copy_smem_to_gmem(r.rows.at[wg], lse)
@@ -402,34 +419,24 @@ class _Kernel:
         compat.wait_smem_to_gmem(0)
 
     def store_rows(self, wg, tile: _Tile):
-        """Start copying the tile's rows: a copy has a fixed size, so one for each bit of their number."""
-        r, plan = self.refs, self.plan
-        row = tile.token * plan.group + wg * WG_ROWS
-        count = jnp.clip(tile.num_tokens * plan.group - wg * WG_ROWS, 0, WG_ROWS)
-        for bit in range(WG_ROWS.bit_length()):
+        """Start copying the blocks of 8 rows that the tile has: what follows is another tile's.
+
+        A copy has a fixed size, so there is one for each bit of their number.
+        """
+        r = self.refs
+        rows = tile.num_tokens * self.plan.group - wg * WG_ROWS
+        blocks = jnp.clip(_ceil_div(rows, EIGHT), 0, WG_ROWS // EIGHT)
+        for bit in range((WG_ROWS // EIGHT).bit_length()):
             size = 1 << bit
 
-            @compat.when(lax.rem(lax.div(count, I32(size)), I32(2)) == 1)
+            @compat.when(lax.rem(lax.div(blocks, I32(size)), I32(2)) == 1)
             def _(size=size):
-                at = lax.div(count, I32(2 * size)) * (2 * size)
+                at = compat.multiple_of(lax.div(blocks, I32(2 * size)) * (2 * size * EIGHT), EIGHT)
+                row = compat.multiple_of(tile.query_row + wg * WG_ROWS + at, EIGHT)
                 compat.copy_smem_to_gmem(
-                    r.raw.at[wg, compat.ds(at, size)],
-                    r.out.at[tile.head, compat.ds(row + at, size)],
+                    r.queries.at[wg, compat.ds(at, size * EIGHT)],
+                    r.out.at[tile.head, compat.ds(row, size * EIGHT)],
                 )
-
-
-def _matmul(a, b):
-    """f32 a @ b by wgmma. The accumulator is a fresh one: the interpreter cannot start from values."""
-
-    def body(acc):
-        compat.wgmma(acc, a, b)
-        return compat.layout_cast(acc[...], ACC)
-
-    return compat.run_scoped(body, compat.WgmmaAccumulator((a.shape[0], b.shape[1]), F32))
-
-
-def _full(shape, value: float, where):
-    return compat.layout_cast(jnp.full(shape, value, F32), where)
 
 
 def _column_blocks(width: int, size: int):
@@ -529,73 +536,110 @@ def _refuse(q, pool) -> None:
 # A jit of its own: an unrolled model traces and lowers it once, not once per layer.
 @functools.partial(jax.jit, static_argnames=("sm_scale", "plan", "interpret"))
 def _attend(
-    q, pool, kv_lens, table, cu_q_lens, ranges, k_scale, v_scale, sinks, *, sm_scale, plan, interpret
+    q,
+    pool,
+    kv_lens,
+    table,
+    cu_q_lens,
+    ranges,
+    k_scale,
+    v_scale,
+    sinks,
+    *,
+    sm_scale,
+    plan,
+    interpret,
 ):
     """(out, lse) of `attend_chunks`; kv_lens from a row's first page."""
     num_tokens, num_heads, head_dim = q.shape
     kv_heads, group = plan.num_kv_heads, plan.group
-    tiles, num_tiles, places = _make_tiles(plan, num_tokens, kv_lens, cu_q_lens, ranges)
-    grouped = q.reshape(num_tokens, kv_heads, group, head_dim).swapaxes(0, 1)
-    grouped = grouped.reshape(kv_heads, -1, head_dim)  # [K, T*G, D]
-    few = max(0, WG_ROWS - num_tokens * group)  # a copy must not be larger than the array
+    work = _make_work(plan, num_tokens, kv_lens, cu_q_lens, ranges)
+    packed = q.reshape(num_tokens, kv_heads, group, head_dim)[work.source]
+    packed = packed.swapaxes(0, 1).reshape(kv_heads, -1, head_dim)  # [K, packed * G, D]
     inputs = {
-        "q": jnp.pad(grouped, ((0, 0), (0, few), (0, 0))),
+        # A warpgroup reads all its rows, though the last tile may not have them.
+        "q": jnp.pad(packed, ((0, 0), (0, plan.tile_rows), (0, 0))),
         "pool": pool,
         "table": table,
-        "tiles": tiles,
-        "num_tiles": num_tiles,
+        "tiles": work.tiles,
+        "num_tiles": work.num_tiles,
         "scales": _scales(plan, sm_scale, k_scale, v_scale),
     }
     if sinks is not None:
         rows = jnp.arange(plan.tile_rows, dtype=I32) % group
-        inputs["sinks"] = sinks.reshape(kv_heads, group)[:, rows] * F32(LOG2_E)
-    out, lse = _call(plan, interpret, inputs, num_tokens * group)
-    out = out.reshape(kv_heads, num_tokens, group, head_dim).swapaxes(0, 1)
-    tile, row = places
-    head_row = row[:, None] + jnp.arange(group, dtype=I32)[None]  # i32[T, G]
-    lse = lse[:, tile[:, None], head_row].swapaxes(0, 1)  # f32[T, K, G]
+        inputs["sinks"] = sinks.reshape(kv_heads, group)[:, rows] * F32(LOG2E)
+    out, lse = _call(plan, interpret, inputs)
+    out = out[:, : packed.shape[1]].reshape(kv_heads, -1, group, head_dim)
+    out = out[:, work.target].swapaxes(0, 1)  # [T, K, G, D]
+    head_row = work.tile_row[:, None] + jnp.arange(group, dtype=I32)[None]  # i32[T, G]
+    lse = lse[:, work.tile[:, None], head_row].swapaxes(0, 1)  # f32[T, K, G]
     return out.reshape(q.shape), lse.reshape(num_tokens, num_heads)
 
 
 def _scales(plan: Plan, sm_scale, k_scale, v_scale):
     """f32[2, K]: factors of the scores (to base 2, or before the cap) and of the values."""
     ones = jnp.ones((plan.num_kv_heads,), F32)
-    factor = sm_scale * (LOG2_E if plan.soft_cap is None else 1 / plan.soft_cap)
+    factor = sm_scale * (LOG2E if plan.soft_cap is None else 1 / plan.soft_cap)
     keys = ones if k_scale is None else k_scale
     return jnp.stack([keys * F32(factor), ones if v_scale is None else v_scale])
 
 
-def _make_tiles(plan: Plan, num_tokens: int, kv_lens, cu_q_lens, ranges):
-    """The tiles of the rows in range, and where each token's results are in them.
+class _Work(NamedTuple):
+    """The tiles of a batch, and where its tokens are in the packed array and in the tiles."""
 
-    Returns:
-        (i32[tiles, 4] as `Refs.tiles`, i32[1] how many there are, (tile i32[T], query row i32[T])).
-    """
-    size, num_rows = plan.tile_tokens, kv_lens.shape[0]
+    tiles: jax.Array  # i32[tiles, 4] as `Refs.tiles`
+    num_tiles: jax.Array  # i32[1] how many of them there are
+    source: jax.Array  # i32[packed] the token at each place of the packed array; any at a gap
+    target: jax.Array  # i32[T] the place of each token there
+    tile: jax.Array  # i32[T] the tile of each token
+    tile_row: jax.Array  # i32[T] its first query row in the tile
+
+
+def _make_work(plan: Plan, num_tokens: int, kv_lens, cu_q_lens, ranges) -> _Work:
+    """Work of the rows in range; targets of other tokens are in bounds and mean nothing."""
+    size, step, num_rows = plan.tile_tokens, plan.token_step, kv_lens.shape[0]
     row = jnp.arange(num_rows, dtype=I32)
     new = cu_q_lens[1:] - cu_q_lens[:-1]
     new = jnp.where((row >= ranges[0]) & (row < ranges[2]), new, 0)
-    in_row = (new + (size - 1)) // size
-    ends = jnp.cumsum(in_row, dtype=I32)
-    tile = jnp.arange(plan.num_tiles, dtype=I32)
-    of = jnp.sum((ends[None] <= tile[:, None]).astype(I32), axis=1)
-    of = jnp.minimum(of, num_rows - 1)
+    taken = (new + (step - 1)) // step * step
+    stops = jnp.cumsum(taken, dtype=I32)
+    starts = stops - taken  # i32[S] a row's first place
+    ends = jnp.cumsum((new + (size - 1)) // size, dtype=I32)  # i32[S] end of a row's tiles
+
+    of, tile = _owners(ends, plan.num_tiles)
     # A row's last tile sees the most keys: it comes first, so that the short ones fill up the end.
     local = (ends[of] - 1 - tile) * size
     count = jnp.minimum(size, new[of] - local)
     position = kv_lens[of] - new[of] + local
-    tiles = jnp.stack([of, cu_q_lens[of] + local, count, position], axis=1)
+    tiles = jnp.stack([of, (starts[of] + local) * plan.group, count, position], axis=1)
 
-    places = layout.token_places(num_tokens, kv_lens, cu_q_lens)
-    local = jnp.arange(num_tokens, dtype=I32) - cu_q_lens[places.row]
-    tile = jnp.clip(ends[places.row] - 1 - local // size, 0, plan.num_tiles - 1)
-    return tiles, ends[-1:], (tile, (local % size) * plan.group)
+    num_places = -(-(num_tokens + min(num_rows, num_tokens) * (step - 1)) // step) * step
+    of, place = _owners(stops, num_places)
+    source = jnp.clip(cu_q_lens[of] + place - starts[of], 0, num_tokens - 1)
+
+    row = layout.token_places(num_tokens, kv_lens, cu_q_lens).row
+    local = jnp.arange(num_tokens, dtype=I32) - cu_q_lens[row]
+    return _Work(
+        tiles=tiles,
+        num_tiles=ends[-1:],
+        source=source,
+        target=jnp.clip(starts[row] + local, 0, num_places - 1),
+        tile=jnp.clip(ends[row] - 1 - local // size, 0, plan.num_tiles - 1),
+        tile_row=(local % size) * plan.group,
+    )
 
 
-def _call(plan: Plan, interpret, inputs: dict, num_query_rows: int):
+def _owners(ends, count: int):
+    """(the row that each of `count` things belongs to, the things), by the rows' cumulative ends."""
+    thing = jnp.arange(count, dtype=I32)
+    row = jnp.sum((ends[None] <= thing[:, None]).astype(I32), axis=1)
+    return jnp.minimum(row, ends.shape[0] - 1), thing
+
+
+def _call(plan: Plan, interpret, inputs: dict):
     """Call the kernel; arguments by the names in `Refs`."""
     outputs = {
-        "out": jax.ShapeDtypeStruct((plan.num_kv_heads, num_query_rows, plan.head_dim), BF16),
+        "out": jax.ShapeDtypeStruct(inputs["q"].shape, BF16),
         "lse": jax.ShapeDtypeStruct((plan.num_kv_heads, plan.num_tiles, plan.tile_rows), F32),
     }
     names = (*inputs, *outputs)
@@ -620,7 +664,6 @@ def _scratch(plan: Plan) -> dict[str, Any]:
     """SMEM buffers and barriers, by their names in `Refs`."""
     compute, dim = plan.num_compute, plan.head_dim
     scratch = {
-        "raw": compat.SMEM((compute, WG_ROWS, dim), BF16),
         "queries": _tiled((compute, WG_ROWS, dim), BF16),
         "weights": _tiled((compute, WG_ROWS, PAGE), BF16),
         "rows": compat.SMEM((compute, WG_ROWS), F32),
@@ -636,11 +679,6 @@ def _scratch(plan: Plan) -> dict[str, Any]:
 
 
 def _tiled(shape, dtype):
-    """SMEM as wgmma reads it: blocks of 8 rows, swizzled over up to 128 bytes."""
-    size = jnp.dtype(dtype).itemsize
-    columns = min(128 // size, shape[-1])
-    transforms = (
-        compat.TilingTransform((8, columns)),
-        compat.SwizzleTransform(columns * size),
-    )
+    """SMEM as wgmma reads it."""
+    transforms = BF16_TILES if dtype == BF16 else BYTE_TILES
     return compat.SMEM(shape, dtype, transforms=transforms)
