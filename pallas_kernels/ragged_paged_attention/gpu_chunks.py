@@ -43,6 +43,7 @@ from pallas_kernels.ragged_paged_attention import layout
 from pallas_kernels.ragged_paged_attention.gpu_blocks import (
     BF16,
     BF16_TILES,
+    BYTE_ROWS,
     BYTE_TILES,
     F32,
     I32,
@@ -55,6 +56,7 @@ from pallas_kernels.ragged_paged_attention.gpu_blocks import (
 )
 
 WG_ROWS = 64  # query rows of a compute warpgroup: M of wgmma
+BLOCK = 64  # columns of a swizzled buffer
 EIGHT = 8  # rows of a block of a swizzled buffer
 # As many programs as an H100 or H200 has multiprocessors; one fits on each.
 NUM_PROGRAMS = 132
@@ -123,12 +125,12 @@ class Plan:
     @property
     def registers(self) -> tuple[int, int]:
         """Registers a thread of the memory and of the compute warpgroups: 65,536 in all."""
-        return (240, 240) if self.num_compute == 1 else (88, 208)
+        return (240, 240) if self.num_compute == 1 else (40, 232)
 
     @property
     def columns(self) -> int:
         """Columns of O that one product adds: a second accumulator of that width is live meanwhile."""
-        return min(self.head_dim, 64)
+        return BLOCK
 
     @property
     def smem_bytes(self) -> int:
@@ -306,21 +308,23 @@ class _Kernel:
         compat.barrier_arrive(r.full.at[slot])
 
     def widen(self, landing, slot):
-        """Convert keys and values of a page to bf16. fp8 goes through f32: there is no direct way."""
+        """Convert keys and values of a page to bf16. fp8 goes through f16, the only direct way, and exact."""
         r = self.refs
         for x in range(2):
-            page = r.narrow[landing, x]
-            if page.dtype != jnp.int8:
-                page = page.astype(F32)
-            r.kv[slot, x] = page.astype(BF16)
+            for columns in _column_blocks(self.plan.head_dim, BLOCK):
+                block = compat.layout_cast(r.narrow[landing, x, :, columns], BYTE_ROWS)
+                if block.dtype != jnp.int8:
+                    block = block.astype(jnp.float16)
+                r.kv[slot, x, :, columns] = block.astype(BF16)
         compat.commit_smem()
 
     def clean(self, slot, begin, end):
         """Zero the values outside [begin, end) of the page."""
-        values = compat.layout_cast(self.refs.kv[slot, 1], ROWS)
-        token = compat.gpu_iota(I32, values.shape, 0, layout=ROWS)
+        token = compat.gpu_iota(I32, (PAGE, BLOCK), 0, layout=ROWS)
         seen = (token >= begin) & (token < end)
-        self.refs.kv[slot, 1] = jnp.where(seen, values, jnp.zeros_like(values))
+        for columns in _column_blocks(self.plan.head_dim, BLOCK):
+            values = compat.layout_cast(self.refs.kv[slot, 1, :, columns], ROWS)
+            self.refs.kv[slot, 1, :, columns] = jnp.where(seen, values, jnp.zeros_like(values))
         compat.commit_smem()
 
     # -- a compute warpgroup
@@ -397,12 +401,13 @@ class _Kernel:
     def mask(self, wg, tile: _Tile, page, scores):
         """Scores, MASKED where a query row does not see the key."""
         plan = self.plan
-        query = wg * WG_ROWS + compat.gpu_iota(I32, scores.shape, 0, layout=ROWS)
-        query = tile.position + lax.div(query, jnp.full(query.shape, plan.group, I32))
-        key = page * PAGE + compat.gpu_iota(I32, scores.shape, 1, layout=ROWS)
-        seen = key <= query
+        row = wg * WG_ROWS + compat.gpu_iota(I32, (WG_ROWS,), 0, layout=PER_ROW)
+        token = lax.div(row, compat.layout_cast(jnp.full((WG_ROWS,), plan.group, I32), PER_ROW))
+        last = token + (tile.position - page * PAGE)  # the last key of the page that a row sees
+        key = compat.gpu_iota(I32, scores.shape, 1, layout=ROWS)
+        seen = key <= lax.broadcast_in_dim(last, scores.shape, [0])
         if plan.window is not None:
-            seen &= key > query - plan.window
+            seen &= key > lax.broadcast_in_dim(last - plan.window, scores.shape, [0])
         return jnp.where(seen, scores, F32(MASKED))
 
     def put_results(self, wg, tile: _Tile, top, total, acc):
