@@ -55,12 +55,16 @@ from pallas_kernels.ragged_paged_attention.gpu_blocks import (
     matmul,
 )
 
-WG_ROWS = 64  # query rows of a compute warpgroup: M of wgmma
+NUM_COMPUTE = 2  # compute warpgroups
+WG_ROWS = 64  # query rows of each: M of wgmma
+TILE_ROWS = NUM_COMPUTE * WG_ROWS
 BLOCK = 64  # columns of a swizzled buffer
 EIGHT = 8  # rows of a block of a swizzled buffer
 # As many programs as an H100 or H200 has multiprocessors; one fits on each.
 NUM_PROGRAMS = 132
-SMEM_LIMIT_BYTES = 227 * 1024
+# Registers a thread: three warpgroups share 65,536, which would be 168 each.
+MEMORY_REGISTERS, COMPUTE_REGISTERS = 40, 232
+NUM_LANDING = 3  # slots of the ring that TMA writes to
 PER_ROW = ROWS.reduce(1)  # f32 [M], one value for each row of a product
 
 
@@ -87,15 +91,6 @@ class Plan:
     has_sinks: bool
 
     @property
-    def num_compute(self) -> int:
-        """Compute warpgroups; at D = 256 the accumulator and the buffers leave room for one."""
-        return 1 if self.head_dim > 128 else 2
-
-    @property
-    def tile_rows(self) -> int:
-        return WG_ROWS * self.num_compute
-
-    @property
     def token_step(self) -> int:
         """The fewest tokens whose query rows are whole blocks of 8."""
         return EIGHT // math.gcd(self.group, EIGHT)
@@ -103,7 +98,7 @@ class Plan:
     @property
     def tile_tokens(self) -> int:
         step = self.token_step
-        return self.tile_rows // (self.group * step) * step
+        return TILE_ROWS // (self.group * step) * step
 
     @property
     def widens(self) -> bool:
@@ -111,34 +106,9 @@ class Plan:
         return layout.is_8bit(self.kv_dtype)
 
     @property
-    def num_landing(self) -> int:
-        """Slots that TMA writes to."""
-        return 2 if self.head_dim > 128 else 3
-
-    @property
     def num_slots(self) -> int:
-        """Slots that compute reads: the same ones, or those with the converted pages."""
-        if not self.widens:
-            return self.num_landing
-        return 1 if self.head_dim > 128 else 2
-
-    @property
-    def registers(self) -> tuple[int, int]:
-        """Registers a thread of the memory and of the compute warpgroups: 65,536 in all."""
-        return (240, 240) if self.num_compute == 1 else (40, 232)
-
-    @property
-    def columns(self) -> int:
-        """Columns of O that one product adds: a second accumulator of that width is live meanwhile."""
-        return BLOCK
-
-    @property
-    def smem_bytes(self) -> int:
-        """SMEM of the buffers."""
-        page = 2 * PAGE * self.head_dim
-        buffers = 2 * page * self.num_slots + (page * self.num_landing if self.widens else 0)
-        queries = self.tile_rows * (2 * self.head_dim + 2 * PAGE + 2 * 4)
-        return buffers + queries
+        """Slots that compute reads: those that TMA writes to, or those with the widened pages."""
+        return 2 if self.widens else NUM_LANDING
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -193,14 +163,14 @@ class _Kernel:
         """The whole kernel, on every warpgroup."""
         warpgroup = lax.axis_index("warpgroup")
 
-        @compat.when(warpgroup == self.plan.num_compute)
+        @compat.when(warpgroup == NUM_COMPUTE)
         def _():
-            compat.set_max_registers(self.plan.registers[0], action="decrease")
+            compat.set_max_registers(MEMORY_REGISTERS, action="decrease")
             self.fetch_all()
 
-        @compat.when(warpgroup < self.plan.num_compute)
+        @compat.when(warpgroup < NUM_COMPUTE)
         def _():
-            compat.set_max_registers(self.plan.registers[1], action="increase")
+            compat.set_max_registers(COMPUTE_REGISTERS, action="increase")
             self.for_each_tile(functools.partial(self.attend_tile, warpgroup))
 
     def for_each_tile(self, do):
@@ -254,7 +224,7 @@ class _Kernel:
     def fetch_tile(self, tile: _Tile, done):
         """Bring the pages of one tile; a page is handed over while the next ones are on their way."""
         first, count = self.pages(tile)
-        ahead = self.plan.num_landing - 1
+        ahead = NUM_LANDING - 1
 
         def step(i, _):
             @compat.when(i >= ahead)
@@ -271,7 +241,7 @@ class _Kernel:
     def load_page(self, tile: _Tile, page, serial):
         """Start the two copies of a page; `serial` counts the pages of this program."""
         r, plan = self.refs, self.plan
-        slot = lax.rem(serial, I32(plan.num_landing))
+        slot = lax.rem(serial, I32(NUM_LANDING))
         if not plan.widens:
             self.wait_empty(serial)
         page_id = r.table[tile.row, page]
@@ -291,7 +261,7 @@ class _Kernel:
     def hand_over(self, tile: _Tile, page, serial):
         """Wait until a page has landed, make its values finite and bf16, and give it to compute."""
         r, plan = self.refs, self.plan
-        landing = lax.rem(serial, I32(plan.num_landing))
+        landing = lax.rem(serial, I32(NUM_LANDING))
         slot = lax.rem(serial, I32(plan.num_slots))
         compat.barrier_wait(r.landed.at[landing])
         start = page * PAGE
@@ -311,7 +281,7 @@ class _Kernel:
         """Convert keys and values of a page to bf16. fp8 goes through f16, the only direct way, and exact."""
         r = self.refs
         for x in range(2):
-            for columns in _column_blocks(self.plan.head_dim, BLOCK):
+            for columns in _column_blocks(self.plan.head_dim):
                 block = compat.layout_cast(r.narrow[landing, x, :, columns], BYTE_ROWS)
                 if block.dtype != jnp.int8:
                     block = block.astype(jnp.float16)
@@ -322,7 +292,7 @@ class _Kernel:
         """Zero the values outside [begin, end) of the page."""
         token = compat.gpu_iota(I32, (PAGE, BLOCK), 0, layout=ROWS)
         seen = (token >= begin) & (token < end)
-        for columns in _column_blocks(self.plan.head_dim, BLOCK):
+        for columns in _column_blocks(self.plan.head_dim):
             values = compat.layout_cast(self.refs.kv[slot, 1, :, columns], ROWS)
             self.refs.kv[slot, 1, :, columns] = jnp.where(seen, values, jnp.zeros_like(values))
         compat.commit_smem()
@@ -348,8 +318,8 @@ class _Kernel:
             else full((WG_ROWS,), MASKED, PER_ROW)
         )
         total = full((WG_ROWS,), 1.0 if plan.has_sinks else 0.0, PER_ROW)
-        blocks = len(_column_blocks(plan.head_dim, plan.columns))
-        acc = tuple(full((WG_ROWS, plan.columns), 0.0, ROWS) for _ in range(blocks))
+        blocks = len(_column_blocks(plan.head_dim))
+        acc = tuple(full((WG_ROWS, BLOCK), 0.0, ROWS) for _ in range(blocks))
         state = (top, total, acc)
         begin, end = self.unmasked(tile)
         begin, end = jnp.clip(begin - first, 0, count), jnp.clip(end - first, 0, count)
@@ -391,10 +361,10 @@ class _Kernel:
         r.weights[wg] = weights.astype(BF16)
         compat.commit_smem()
         values = r.kv.at[slot, 1]
-        scale = lax.broadcast_in_dim(alpha, (WG_ROWS, plan.columns), [0])
+        scale = lax.broadcast_in_dim(alpha, (WG_ROWS, BLOCK), [0])
         acc = tuple(
             block * scale + matmul(r.weights.at[wg], values.at[:, columns])
-            for block, columns in zip(acc, _column_blocks(plan.head_dim, plan.columns), strict=True)
+            for block, columns in zip(acc, _column_blocks(plan.head_dim), strict=True)
         )
         return new_top, total, acc
 
@@ -414,8 +384,8 @@ class _Kernel:
         """Write the tile's results; its queries are not needed any more."""
         r, plan = self.refs, self.plan
         r.rows[wg] = (top + jnp.log2(total)) * F32(1 / LOG2E)
-        factor = lax.broadcast_in_dim(r.scales[1, tile.head] / total, (WG_ROWS, plan.columns), [0])
-        for block, columns in zip(acc, _column_blocks(plan.head_dim, plan.columns), strict=True):
+        factor = lax.broadcast_in_dim(r.scales[1, tile.head] / total, (WG_ROWS, BLOCK), [0])
+        for block, columns in zip(acc, _column_blocks(plan.head_dim), strict=True):
             r.queries[wg, :, columns] = (block * factor).astype(BF16)
         compat.commit_smem()
         lse = r.lse.at[tile.head, tile.index, compat.ds(wg * WG_ROWS, WG_ROWS)]
@@ -444,8 +414,12 @@ class _Kernel:
                 )
 
 
-def _column_blocks(width: int, size: int):
-    return [compat.ds(at, size) for at in range(0, width, size)]
+def _column_blocks(width: int):
+    """Slices of 64 columns: the least that a swizzled buffer can be cut into.
+
+    O is a tuple of such blocks too: adding a product to one needs a second accumulator of its size.
+    """
+    return [compat.ds(at, BLOCK) for at in range(0, width, BLOCK)]
 
 
 def _ceil_div(a, b: int):
@@ -512,8 +486,8 @@ def make_plan(q, pool, num_rows: int, window, soft_cap, has_sinks: bool) -> Plan
     )
     if plan.tile_tokens < 1:
         raise NotImplementedError(
-            f"q: {plan.group} heads a KV head, attention backend 'gpu' serves {plan.tile_rows} at "
-            f"head_dim={head_dim}"
+            f"q: {plan.group} heads a KV head; attention backend 'gpu' serves at most {TILE_ROWS} "
+            "query rows of 1, 2, 4 or 8 tokens, whichever is a multiple of 8"
         )
     # Every row with tokens may have a last tile of one token.
     rows = min(num_rows, num_tokens)
@@ -525,9 +499,10 @@ def _refuse(q, pool) -> None:
     head_dim, page = q.shape[-1], pool.shape[3]
     if q.dtype != BF16:
         raise NotImplementedError(f"q: {q.dtype}, attention backend 'gpu' serves bfloat16")
-    if head_dim not in (64, 128, 256):
+    # At 256 the accumulator alone takes half of the registers, and they spill.
+    if head_dim not in (64, 128):
         raise NotImplementedError(
-            f"head_dim={head_dim}: attention backend 'gpu' serves 64, 128 and 256"
+            f"head_dim={head_dim}: attention backend 'gpu' serves chunks of 64 and 128"
         )
     if page != PAGE:
         raise NotImplementedError(f"page_size={page}: attention backend 'gpu' serves {PAGE}")
@@ -563,7 +538,7 @@ def _attend(
     packed = packed.swapaxes(0, 1).reshape(kv_heads, -1, head_dim)  # [K, packed * G, D]
     inputs = {
         # A warpgroup reads all its rows, though the last tile may not have them.
-        "q": jnp.pad(packed, ((0, 0), (0, plan.tile_rows), (0, 0))),
+        "q": jnp.pad(packed, ((0, 0), (0, TILE_ROWS), (0, 0))),
         "pool": pool,
         "table": table,
         "tiles": work.tiles,
@@ -571,7 +546,7 @@ def _attend(
         "scales": _scales(plan, sm_scale, k_scale, v_scale),
     }
     if sinks is not None:
-        rows = jnp.arange(plan.tile_rows, dtype=I32) % group
+        rows = jnp.arange(TILE_ROWS, dtype=I32) % group
         inputs["sinks"] = sinks.reshape(kv_heads, group)[:, rows] * F32(LOG2E)
     out, lse = _call(plan, interpret, inputs)
     out = out[:, : packed.shape[1]].reshape(kv_heads, -1, group, head_dim)
@@ -645,7 +620,7 @@ def _call(plan: Plan, interpret, inputs: dict):
     """Call the kernel; arguments by the names in `Refs`."""
     outputs = {
         "out": jax.ShapeDtypeStruct(inputs["q"].shape, BF16),
-        "lse": jax.ShapeDtypeStruct((plan.num_kv_heads, plan.num_tiles, plan.tile_rows), F32),
+        "lse": jax.ShapeDtypeStruct((plan.num_kv_heads, plan.num_tiles, TILE_ROWS), F32),
     }
     names = (*inputs, *outputs)
 
@@ -658,7 +633,7 @@ def _call(plan: Plan, interpret, inputs: dict):
         scratch_types=_scratch(plan),
         grid=(min(NUM_PROGRAMS, plan.num_tiles * plan.num_kv_heads),),
         grid_names=("program",),
-        num_threads=plan.num_compute + 1,
+        num_threads=NUM_COMPUTE + 1,
         thread_name="warpgroup",
         compiler_params=compat.GpuCompilerParams(approx_math=True),
         interpret=interpret,
@@ -667,19 +642,19 @@ def _call(plan: Plan, interpret, inputs: dict):
 
 def _scratch(plan: Plan) -> dict[str, Any]:
     """SMEM buffers and barriers, by their names in `Refs`."""
-    compute, dim = plan.num_compute, plan.head_dim
+    compute, dim = NUM_COMPUTE, plan.head_dim
     scratch = {
         "queries": _tiled((compute, WG_ROWS, dim), BF16),
         "weights": _tiled((compute, WG_ROWS, PAGE), BF16),
         "rows": compat.SMEM((compute, WG_ROWS), F32),
         "kv": _tiled((plan.num_slots, 2, PAGE, dim), BF16),
         "arrived": compat.Barrier(num_arrivals=1 + plan.has_sinks, num_barriers=compute),
-        "landed": compat.Barrier(num_arrivals=2, num_barriers=plan.num_landing),
+        "landed": compat.Barrier(num_arrivals=2, num_barriers=NUM_LANDING),
         "full": compat.Barrier(num_barriers=plan.num_slots),
         "empty": compat.Barrier(num_arrivals=compute, num_barriers=plan.num_slots),
     }
     if plan.widens:
-        scratch["narrow"] = _tiled((plan.num_landing, 2, PAGE, dim), plan.kv_dtype)
+        scratch["narrow"] = _tiled((NUM_LANDING, 2, PAGE, dim), plan.kv_dtype)
     return scratch
 
 
