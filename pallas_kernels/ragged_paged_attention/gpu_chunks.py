@@ -258,12 +258,16 @@ class _Kernel:
         def _():
             compat.barrier_wait(self.refs.empty.at[lax.rem(serial, I32(self.plan.num_slots))])
 
+    def wait_landed(self, landing):
+        """Wait until TMA has written both halves of a page."""
+        compat.barrier_wait(self.refs.landed.at[landing])
+
     def hand_over(self, tile: _Tile, page, serial):
         """Wait until a page has landed, make its values finite and bf16, and give it to compute."""
         r, plan = self.refs, self.plan
         landing = lax.rem(serial, I32(NUM_LANDING))
         slot = lax.rem(serial, I32(plan.num_slots))
-        compat.barrier_wait(r.landed.at[landing])
+        self.wait_landed(landing)
         start = page * PAGE
         end = tile.position + tile.num_tokens
         whole = (start >= self.first_key(tile)) & (start + PAGE <= end)
