@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import compat
-from pallas_kernels.ragged_paged_attention import gpu_chunks
+from pallas_kernels.ragged_paged_attention import gpu_chunks, gpu_chunks_kernel
 from tests.pallas_kernels.ragged_cases import Case, make_case, oracle
 
 SCALE = 0.2
@@ -170,11 +170,11 @@ def results(which: str) -> Iterator[dict[str, str]]:
     gpu_chunks._make_work = last_tile_first
     yield {"name": "sound", "fault": fault_of(spec)}
     for name, (method, broken, _) in BROKEN.items():
-        sound = getattr(gpu_chunks._Kernel, method)
-        setattr(gpu_chunks._Kernel, method, broken)
+        sound = getattr(gpu_chunks_kernel._Kernel, method)
+        setattr(gpu_chunks_kernel._Kernel, method, broken)
         jax.clear_caches()  # the traces of the kernel before
         yield {"name": name, "fault": fault_of(spec)}
-        setattr(gpu_chunks._Kernel, method, sound)
+        setattr(gpu_chunks_kernel._Kernel, method, sound)
 
 
 def fault_of(spec: Interpreted) -> str:

@@ -4,6 +4,7 @@ The interpreter checks waits and races, but not those of wgmma, and takes forms 
 sm_90a does not.
 """
 
+import functools
 import json
 import subprocess
 import sys
@@ -104,16 +105,15 @@ def test_the_bound_on_tiles_holds_at_its_worst():
 
 def call(head_dim=64, page=64, dtype="bfloat16", kv_dtype="bfloat16", heads=(4, 2)):
     """Traces a call; nothing runs."""
-    i32 = jnp.int32
-    shapes = [
+    ints = [(2,), (2, 4), (2,), (3,), (3,)]  # lengths, table, starts, cumulative, ranges
+    shapes = (
         jax.ShapeDtypeStruct((8, heads[0], head_dim), jnp.dtype(dtype)),
         jax.ShapeDtypeStruct((8, heads[1], 2, page, head_dim), jnp.dtype(kv_dtype)),
-        *(jax.ShapeDtypeStruct(s, i32) for s in [(2,), (2, 4), (2,), (3,), (3,)]),
-    ]
-    options = {"sm_scale": 0.2, "window": None, "soft_cap": None, "interpret": None}
-    return jax.eval_shape(
-        lambda *a: gpu_chunks.attend_chunks(*a, None, None, None, **options), *shapes
+        *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ints),
+        *[None] * 3,  # scales and sinks
     )
+    options = {"sm_scale": 0.2, "window": None, "soft_cap": None, "interpret": None}
+    return jax.eval_shape(functools.partial(gpu_chunks.attend_chunks, **options), *shapes)
 
 
 @pytest.mark.parametrize(
