@@ -1,0 +1,273 @@
+"""Attention of rows with several new tokens over paged keys and values: Pallas Mosaic GPU, Hopper.
+
+Called by `gpu` for the rows that bring more than one token; their keys and values are in the pages
+already. The kernel itself is `gpu_chunks_kernel`; this module makes its list of tiles, packs queries
+and unpacks results. Compiled for sm_90a and run in Pallas' interpreter; it has not run on hardware,
+and tile and stage counts are reasoned, not tuned.
+
+Invariant: what this kernel does not serve is refused by name before anything is compiled.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import compat
+from pallas_kernels.ragged_paged_attention import layout
+from pallas_kernels.ragged_paged_attention.gpu_blocks import (
+    BF16,
+    BF16_TILES,
+    BYTE_TILES,
+    F32,
+    I32,
+    LOG2E,
+    PAGE,
+)
+from pallas_kernels.ragged_paged_attention.gpu_chunks_kernel import (
+    NUM_COMPUTE,
+    NUM_LANDING,
+    NUM_PROGRAMS,
+    TILE_ROWS,
+    WG_ROWS,
+    Plan,
+    Refs,
+    run_kernel,
+)
+
+
+def attend_chunks(
+    q,
+    pool,
+    kv_lens,
+    table,
+    kv_starts,
+    cu_q_lens,
+    ranges,
+    k_scale,
+    v_scale,
+    sinks,
+    *,
+    sm_scale,
+    window,
+    soft_cap,
+    interpret,
+):
+    """Attention of the tokens of rows [ranges[0], ranges[2]); other tokens' results are undefined.
+
+    Args:
+        q: bf16[T, H, D].
+        pool: bf16, int8, float8_e4m3fn or float8_e5m2 [N, K, 2, 64, D]; holds the new tokens already.
+        kv_lens: i32[S] context length, the new tokens included.
+        table: i32[S, P].
+        kv_starts: i32[S] absolute position of a row's first page.
+        cu_q_lens: i32[S+1]. ranges: i32[3].
+        k_scale, v_scale: f32[K] of an 8-bit pool, else None.
+        sinks: f32[H] or None.
+        sm_scale, window, soft_cap: as `api.ragged_paged_attention`'s.
+        interpret: None for the device, or `compat.GpuInterpretParams`.
+
+    Returns:
+        (out bf16[T, H, D], lse f32[T, H]).
+
+    Raises:
+        NotImplementedError: what the kernel does not serve, by name.
+    """
+    _refuse(q, pool)
+    plan = make_plan(q, pool, kv_lens.shape[0], window, soft_cap, sinks is not None)
+    arrays = (q, pool, kv_lens - kv_starts, table, cu_q_lens, ranges, k_scale, v_scale, sinks)
+    return _attend(*arrays, sm_scale=sm_scale, plan=plan, interpret=interpret)
+
+
+def make_plan(q, pool, num_rows: int, window, soft_cap, has_sinks: bool) -> Plan:
+    """What to compile for a call; q [T, H, D] and pool [N, K, 2, 64, D] may be abstract."""
+    num_tokens, num_heads, head_dim = q.shape
+    plan = Plan(
+        num_kv_heads=pool.shape[1],
+        group=num_heads // pool.shape[1],
+        head_dim=head_dim,
+        kv_dtype=pool.dtype,
+        window=window,
+        soft_cap=soft_cap,
+        has_sinks=has_sinks,
+    )
+    if plan.tile_tokens < 1:
+        raise NotImplementedError(
+            f"q: {plan.group} heads a KV head; attention backend 'gpu' serves at most {TILE_ROWS} "
+            "query rows of 1, 2, 4 or 8 tokens, whichever is a multiple of 8"
+        )
+    # Every row with tokens may have a last tile of one token.
+    rows = min(num_rows, num_tokens)
+    size = plan.tile_tokens
+    return dataclasses.replace(plan, num_tiles=(num_tokens + rows * (size - 1)) // size)
+
+
+def _refuse(q, pool) -> None:
+    head_dim, page = q.shape[-1], pool.shape[3]
+    if q.dtype != BF16:
+        raise NotImplementedError(f"q: {q.dtype}, attention backend 'gpu' serves bfloat16")
+    # At 256 the accumulator alone takes half of the registers, and they spill.
+    if head_dim not in (64, 128):
+        raise NotImplementedError(
+            f"head_dim={head_dim}: attention backend 'gpu' serves chunks of 64 and 128"
+        )
+    if page != PAGE:
+        raise NotImplementedError(f"page_size={page}: attention backend 'gpu' serves {PAGE}")
+    served = ("bfloat16", "int8", "float8_e4m3fn", "float8_e5m2")
+    if jnp.dtype(pool.dtype).name not in served:
+        raise NotImplementedError(
+            f"kv dtype {pool.dtype}: attention backend 'gpu' serves {', '.join(served)}"
+        )
+
+
+# A jit of its own: an unrolled model traces and lowers it once, not once per layer.
+@functools.partial(jax.jit, static_argnames=("sm_scale", "plan", "interpret"))
+def _attend(
+    q,
+    pool,
+    kv_lens,
+    table,
+    cu_q_lens,
+    ranges,
+    k_scale,
+    v_scale,
+    sinks,
+    *,
+    sm_scale,
+    plan,
+    interpret,
+):
+    """(out, lse) of `attend_chunks`; kv_lens from a row's first page."""
+    num_tokens, num_heads, head_dim = q.shape
+    kv_heads, group = plan.num_kv_heads, plan.group
+    work = _make_work(plan, num_tokens, kv_lens, cu_q_lens, ranges)
+    packed = q.reshape(num_tokens, kv_heads, group, head_dim)[work.source]
+    packed = packed.swapaxes(0, 1).reshape(kv_heads, -1, head_dim)  # [K, packed * G, D]
+    inputs = {
+        # A warpgroup reads all its rows, though the last tile may not have them.
+        "q": jnp.pad(packed, ((0, 0), (0, TILE_ROWS), (0, 0))),
+        "pool": pool,
+        "table": table,
+        "tiles": work.tiles,
+        "num_tiles": work.num_tiles,
+        "scales": _scales(plan, sm_scale, k_scale, v_scale),
+    }
+    if sinks is not None:
+        rows = jnp.arange(TILE_ROWS, dtype=I32) % group
+        inputs["sinks"] = sinks.reshape(kv_heads, group)[:, rows] * F32(LOG2E)
+    out, lse = _call(plan, interpret, inputs)
+    out = out[:, : packed.shape[1]].reshape(kv_heads, -1, group, head_dim)
+    out = out[:, work.target].swapaxes(0, 1)  # [T, K, G, D]
+    head_row = work.tile_row[:, None] + jnp.arange(group, dtype=I32)[None]  # i32[T, G]
+    lse = lse[:, work.tile[:, None], head_row].swapaxes(0, 1)  # f32[T, K, G]
+    return out.reshape(q.shape), lse.reshape(num_tokens, num_heads)
+
+
+def _scales(plan: Plan, sm_scale, k_scale, v_scale):
+    """f32[2, K]: factors of the scores (to base 2, or before the cap) and of the values."""
+    ones = jnp.ones((plan.num_kv_heads,), F32)
+    factor = sm_scale * (LOG2E if plan.soft_cap is None else 1 / plan.soft_cap)
+    keys = ones if k_scale is None else k_scale
+    return jnp.stack([keys * F32(factor), ones if v_scale is None else v_scale])
+
+
+class _Work(NamedTuple):
+    """The tiles of a batch, and where its tokens are in the packed array and in the tiles."""
+
+    tiles: jax.Array  # i32[tiles, 4] as `Refs.tiles`
+    num_tiles: jax.Array  # i32[1] how many of them there are
+    source: jax.Array  # i32[packed] the token at each place of the packed array; any at a gap
+    target: jax.Array  # i32[T] the place of each token there
+    tile: jax.Array  # i32[T] the tile of each token
+    tile_row: jax.Array  # i32[T] its first query row in the tile
+
+
+def _make_work(plan: Plan, num_tokens: int, kv_lens, cu_q_lens, ranges) -> _Work:
+    """Work of the rows in range; targets of other tokens are in bounds and mean nothing."""
+    size, step, num_rows = plan.tile_tokens, plan.token_step, kv_lens.shape[0]
+    row = jnp.arange(num_rows, dtype=I32)
+    new = cu_q_lens[1:] - cu_q_lens[:-1]
+    new = jnp.where((row >= ranges[0]) & (row < ranges[2]), new, 0)
+    taken = (new + (step - 1)) // step * step
+    stops = jnp.cumsum(taken, dtype=I32)
+    starts = stops - taken  # i32[S] a row's first place
+    ends = jnp.cumsum((new + (size - 1)) // size, dtype=I32)  # i32[S] end of a row's tiles
+
+    of, tile = _owners(ends, plan.num_tiles)
+    # A row's last tile sees the most keys: it comes first, so that the short ones fill up the end.
+    local = (ends[of] - 1 - tile) * size
+    count = jnp.minimum(size, new[of] - local)
+    position = kv_lens[of] - new[of] + local
+    tiles = jnp.stack([of, (starts[of] + local) * plan.group, count, position], axis=1)
+
+    num_places = -(-(num_tokens + min(num_rows, num_tokens) * (step - 1)) // step) * step
+    of, place = _owners(stops, num_places)
+    source = jnp.clip(cu_q_lens[of] + place - starts[of], 0, num_tokens - 1)
+
+    row = layout.token_places(num_tokens, kv_lens, cu_q_lens).row
+    local = jnp.arange(num_tokens, dtype=I32) - cu_q_lens[row]
+    return _Work(
+        tiles=tiles,
+        num_tiles=ends[-1:],
+        source=source,
+        target=jnp.clip(starts[row] + local, 0, num_places - 1),
+        tile=jnp.clip(ends[row] - 1 - local // size, 0, plan.num_tiles - 1),
+        tile_row=(local % size) * plan.group,
+    )
+
+
+def _owners(ends, count: int):
+    """(the row that each of `count` things belongs to, the things), by the rows' cumulative ends."""
+    thing = jnp.arange(count, dtype=I32)
+    row = jnp.sum((ends[None] <= thing[:, None]).astype(I32), axis=1)
+    return jnp.minimum(row, ends.shape[0] - 1), thing
+
+
+def _call(plan: Plan, interpret, inputs: dict):
+    """Call the kernel; arguments by the names in `Refs`."""
+    outputs = {
+        "out": jax.ShapeDtypeStruct(inputs["q"].shape, BF16),
+        "lse": jax.ShapeDtypeStruct((plan.num_kv_heads, plan.num_tiles, TILE_ROWS), F32),
+    }
+    names = (*inputs, *outputs)
+
+    def body(*refs, **scratch):
+        run_kernel(Refs(**dict(zip(names, refs, strict=True)), **scratch), plan)
+
+    return compat.gpu_kernel(
+        body,
+        out_type=tuple(outputs.values()),
+        scratch_types=_scratch(plan),
+        grid=(min(NUM_PROGRAMS, plan.num_tiles * plan.num_kv_heads),),
+        grid_names=("program",),
+        num_threads=NUM_COMPUTE + 1,
+        thread_name="warpgroup",
+        compiler_params=compat.GpuCompilerParams(approx_math=True),
+        interpret=interpret,
+    )(*inputs.values())
+
+
+def _scratch(plan: Plan) -> dict[str, Any]:
+    """SMEM buffers and barriers, by their names in `Refs`."""
+    compute, dim = NUM_COMPUTE, plan.head_dim
+    scratch = {
+        "queries": _tiled((compute, WG_ROWS, dim), BF16),
+        "weights": _tiled((compute, WG_ROWS, PAGE), BF16),
+        "rows": compat.SMEM((compute, WG_ROWS), F32),
+        "kv": _tiled((plan.num_slots, 2, PAGE, dim), BF16),
+        "arrived": compat.Barrier(num_arrivals=1 + plan.has_sinks, num_barriers=compute),
+        "landed": compat.Barrier(num_arrivals=2, num_barriers=NUM_LANDING),
+        "full": compat.Barrier(num_barriers=plan.num_slots),
+        "empty": compat.Barrier(num_arrivals=compute, num_barriers=plan.num_slots),
+    }
+    if plan.widens:
+        scratch["narrow"] = _tiled((NUM_LANDING, 2, PAGE, dim), plan.kv_dtype)
+    return scratch
+
+
+def _tiled(shape, dtype):
+    """SMEM as wgmma reads it."""
+    transforms = BF16_TILES if dtype == BF16 else BYTE_TILES
+    return compat.SMEM(shape, dtype, transforms=transforms)
