@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from pallas_kernels import compat
 from pallas_kernels.ragged_paged_attention import gpu_decode, gpu_plan, layout
 from pallas_kernels.ragged_paged_attention.gpu_blocks import F32, PAGE
+from pallas_kernels.ragged_paged_attention.gpu_chunks import attend_chunks
 from pallas_kernels.ragged_paged_attention.gpu_plan import DecodePlan
 from pallas_kernels.ragged_paged_attention.gpu_write import write_tokens
 
@@ -126,8 +127,6 @@ def _attend(q, new, pool, rows, scales, sinks, *, sm_scale, plan, interpret):
         interpret=interpret,
     )
     if num_tokens > 1:
-        from pallas_kernels.ragged_paged_attention.gpu_chunks import attend_chunks
-
         chunks = attend_chunks(
             q,
             pool,
