@@ -162,9 +162,9 @@ def refusal(name: str, demand: Demand) -> str | None:
         ("kv_cache_dtype", demand.kv_dtype, backend.kv_dtypes),
         ("head_dim", demand.head_dim, backend.head_dims),
     ]
-    if on_device and backend.compute_capability is not None:
-        capability = (backend.compute_capability,)
-        questions.insert(0, ("compute capability", demand.compute_capability, capability))
+    capability = backend.compute_capability
+    if on_device and capability not in (None, demand.compute_capability):
+        return f"compute capability={demand.compute_capability}: {own} serves {capability}"
     if name != "reference":  # it reads every layout
         questions.append(("layout", demand.layout, (backend.layout,)))
     for option, wanted, served in questions:

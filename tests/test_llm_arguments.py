@@ -98,6 +98,7 @@ def test_numpy_numbers_in_sampling_params():
         ({"compilation_cache_dir": 5}, "compilation_cache_dir must be a folder, got 5"),
         ({"max_model_len": 4096}, "max_model_len must be at most 2048"),
         ({"attention_backend": "tpu"}, "attention_backend='tpu' runs on tpu, and this is cpu"),
+        ({"attention_backend": "gpu"}, "attention_backend='gpu' runs on gpu, and this is cpu"),
         ({"attention_backend": "cpu"}, "attention_backend='cpu': this version does not ship"),
         ({"attention_interpret": True}, "interpret: attention backend 'xla' has no kernel"),
         ({"attention_interpret": "yes"}, "attention_interpret must be True or False, got 'yes'"),

@@ -1,5 +1,5 @@
 """The engine end to end on a kernel of another platform, in its interpreter, with that kernel's own
-page layout and size: the tokens are those of the portable backends.
+page layout and size: the tokens are those of the reference in the same dtype.
 """
 
 import pytest
@@ -18,9 +18,15 @@ def serve(**options) -> tuple[list[list[int]], EngineStats]:
     return [output.outputs[0].token_ids for output in outputs], llm.engine.stats()
 
 
-@pytest.mark.interpret
-def test_the_tpu_kernel_serves_the_engine():
-    tokens, stats = serve(attention_backend="tpu", attention_interpret=True, dtype="float32")
-    assert tokens == serve(attention_backend="reference", dtype="float32")[0]
-    assert (stats.attention_backend, stats.attention_interpret) == ("tpu", True)
-    assert stats.page_size == 32
+@pytest.mark.parametrize(
+    ("backend", "dtype", "page_size"),
+    [
+        pytest.param("tpu", "float32", 32, marks=pytest.mark.interpret),
+        pytest.param("gpu", "bfloat16", 64, marks=pytest.mark.gpu_interpret),
+    ],
+)
+def test_an_interpreted_kernel_serves_the_engine(backend, dtype, page_size):
+    tokens, stats = serve(attention_backend=backend, attention_interpret=True, dtype=dtype)
+    assert tokens == serve(attention_backend="reference", dtype=dtype)[0]
+    assert (stats.attention_backend, stats.attention_interpret) == (backend, True)
+    assert stats.page_size == page_size

@@ -31,6 +31,26 @@ def test_auto_names_what_it_passed_over():
     assert dispatch.explain_backend("auto", odd) == expected
 
 
+def test_auto_takes_the_hopper_kernel_where_it_serves():
+    hopper = {"compute_capability": "9.0", "dtype": "bfloat16", "kv_dtype": "int8", "head_dim": 128}
+    assert dispatch.resolve_backend("auto", demand("gpu", **hopper)) == "gpu"
+    for change, reason in (
+        (
+            {"compute_capability": "8.0"},
+            "compute capability=8.0: attention backend 'gpu' serves 9.0",
+        ),
+        (
+            {"compute_capability": None},
+            "compute capability=None: attention backend 'gpu' serves 9.0",
+        ),
+        ({"dtype": "float32"}, "dtype=float32: attention backend 'gpu' serves bfloat16"),
+        ({"head_dim": 80}, "head_dim=80: attention backend 'gpu' serves 64, 128, 256"),
+    ):
+        wanted = demand("gpu", **hopper | change)
+        expected = f"attention backend xla (auto on gpu; {reason})"
+        assert dispatch.explain_backend("auto", wanted) == expected
+
+
 def test_a_kernel_that_does_not_ship_is_refused_and_the_way_out_named():
     for ask in (dispatch.layout_of, dispatch.implementation):
         with pytest.raises(ValueError, match=r"cpu.*--attention_backend=xla"):
@@ -80,6 +100,12 @@ def test_page_sizes(name):
             dispatch.check_page_size(name, bad)
 
 
+def test_the_hopper_kernel_has_one_page_size():
+    assert dispatch.pick_page_size("gpu", max_num_seqs=999, max_model_len=10**6) == 64
+    with pytest.raises(ValueError, match="page_size=32: attention backend 'gpu' serves 64 only"):
+        dispatch.check_page_size("gpu", 32)
+
+
 def test_the_tpu_page_size_keeps_the_table_in_smem():
     def pick(rows, context, name="tpu"):
         return dispatch.pick_page_size(name, max_num_seqs=rows, max_model_len=context)
@@ -93,7 +119,7 @@ def test_the_tpu_page_size_keeps_the_table_in_smem():
         pick(512, 128 * 1024)
 
 
-@pytest.mark.parametrize("name", ["xla", "reference", "tpu"])
+@pytest.mark.parametrize("name", ["xla", "reference", "tpu", "gpu"])
 def test_what_ships_can_be_imported_and_has_a_layout(name):
     assert callable(dispatch.implementation(name).attend)
     assert dispatch.layout_of(name) in layout.LAYOUTS
