@@ -24,3 +24,11 @@ def test_the_tpu_kernel_serves_the_engine():
     assert tokens == serve(attention_backend="reference", dtype="float32")[0]
     assert (stats.attention_backend, stats.attention_interpret) == ("tpu", True)
     assert stats.page_size == 32
+
+
+@pytest.mark.interpret
+def test_the_tpu_kernel_serves_an_8_bit_cache():
+    options = {"kv_cache_dtype": "int8", "dtype": "float32"}
+    tokens, stats = serve(attention_backend="tpu", attention_interpret=True, **options)
+    assert tokens == serve(attention_backend="xla", **options)[0]
+    assert stats.kv_cache_dtype == "int8"
