@@ -19,23 +19,31 @@ import jax.numpy as jnp
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxserve.config import EngineConfig
-from jaxserve.device.executor import DeviceExecutor, StepShapes, largest_step_bytes
-from jaxserve.device.memory import free_bytes
+from jaxserve.device.calibration import find_kv_scales
+from jaxserve.device.calibration_text import calibration_ids
+from jaxserve.device.choices import (
+    choose_pool_size,
+    layers_per_program,
+    resolve_attention,
+    resolve_dtype,
+    resolve_kv_dtype,
+)
+from jaxserve.device.executor import DeviceExecutor, StepShapes
 from jaxserve.engine import Engine
 from jaxserve.errors import ConfigError
-from jaxserve.model.attention import AttentionKernel
+from jaxserve.model.kv_scales import GivenKVScales, KVScales
 from jaxserve.model.registry import Params, build_model
 from jaxserve.model_config import ModelConfig
-from jaxserve.plan.capacity import PoolSize, pool_page_bytes, size_pool
+from jaxserve.plan.capacity import PoolSize
 from jaxserve.schedule.buckets import Buckets
 from jaxserve.schedule.build import build_scheduler
 from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.weights.kv_scales import load_kv_scales
 from jaxserve.weights.loader import load_params, open_checkpoint, resolve_model
 from pallas_kernels import dispatch
+from pallas_kernels.ragged_paged_attention.layout import is_8bit
 
 _LOG = logging.getLogger(__name__)
-
-MAX_CPU_LAYERS_PER_PROGRAM = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +56,7 @@ class LoadedModel:
             device.
         tokenizer: None serves token ids only.
         eos_token_ids: the end set: generation_config, config and tokenizer together.
+        kv_scales: scales for an 8-bit KV cache; what is None is calibrated. Float pages read none.
         load_s: seconds it took to load.
     """
 
@@ -55,25 +64,19 @@ class LoadedModel:
     params: Params
     tokenizer: Tokenizer | None = None
     eos_token_ids: Iterable[int] = ()
+    kv_scales: GivenKVScales | None = None
     load_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class StartupTimes:
-    """Where the start went, in seconds: reading weights, compiling, running every program once."""
+    """Where the start went, in seconds: reading weights (and calibrating KV scales), compiling,
+    running every program once.
+    """
 
     load_s: float
     compile_s: float
     warm_s: float
-
-
-def resolve_dtype(name: str) -> jnp.dtype:
-    """The dtype of weights and pages; "auto" is float32 on CPU, where it is the fast one,
-    bfloat16 elsewhere.
-    """
-    if name == "auto":
-        name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    return jnp.dtype(name)
 
 
 def load_model(model: str, config: EngineConfig) -> LoadedModel:
@@ -89,6 +92,7 @@ def load_model(model: str, config: EngineConfig) -> LoadedModel:
         tokenizer = Tokenizer(
             checkpoint.tokenizer_json, checkpoint.tokenizer_config, checkpoint.chat_template
         )
+    kv_scales = load_kv_scales(checkpoint, config.cache.kv_cache_dtype)
     params, model_config = load_params(checkpoint, resolve_dtype(config.dtype))
     eos_token_ids = set(model_config.eos_token_ids)
     if tokenizer is not None:
@@ -98,6 +102,7 @@ def load_model(model: str, config: EngineConfig) -> LoadedModel:
         params=params,
         tokenizer=tokenizer,
         eos_token_ids=sorted(eos_token_ids),
+        kv_scales=kv_scales,
         load_s=time.monotonic() - begin,
     )
 
@@ -121,11 +126,18 @@ def build_engine(config: EngineConfig, loaded: LoadedModel) -> tuple[Engine, Sta
     dtype = resolve_dtype(config.dtype)
     max_model_len = _resolve_max_model_len(config, loaded.config)
     buckets = _resolve_buckets(config)
-    kernel, page_size, explanation = _resolve_attention(
-        config, loaded.config, dtype, buckets.max_num_seqs, max_model_len
+    kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, dtype)
+    kernel, page_size, explanation = resolve_attention(
+        config,
+        loaded.config,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        max_num_seqs=buckets.max_num_seqs,
+        max_model_len=max_model_len,
     )
     model = build_model(loaded.config, dtype, kernel)
     params = _to_device(loaded.params, model.abstract_params)
+    kv_scales = _kv_scales(config, loaded, params, dtype)
     load_s = loaded.load_s + time.monotonic() - begin
 
     max_pages = -(-max_model_len // page_size)
@@ -137,11 +149,14 @@ def build_engine(config: EngineConfig, loaded: LoadedModel) -> tuple[Engine, Sta
         max_pages=max_pages,
         layout=dispatch.layout_of(kernel.backend),
         dtype=dtype,
-        layers_per_program=_layers_per_program(loaded.config.num_layers),
+        kv_dtype=kv_dtype,
+        layers_per_program=layers_per_program(loaded.config.num_layers),
     )
-    pool = _size_pool(config, max_model_len, shapes)
+    pool = choose_pool_size(config, max_model_len, shapes)
     shapes = dataclasses.replace(shapes, num_pages=pool.num_pages)
-    executor = DeviceExecutor(shapes, params, check_batches=config.check_batches)
+    executor = DeviceExecutor(
+        shapes, params, kv_scales=kv_scales, check_batches=config.check_batches
+    )
     kept = jax.config.jax_compilation_cache_dir
     again = "" if kept else " (no compilation_cache_dir: at every start)"
     _LOG.info("compiling %d programs%s", len(shapes.programs()), again)
@@ -159,18 +174,24 @@ def build_engine(config: EngineConfig, loaded: LoadedModel) -> tuple[Engine, Sta
         eos_token_ids=loaded.eos_token_ids,
         seed=config.seed,
     )
+    _log_choices(explanation, max_model_len, shapes, pool)
+    times = StartupTimes(load_s=load_s, compile_s=executor.compile_s, warm_s=executor.warm_s)
+    return engine, times
+
+
+def _log_choices(explanation: str, max_model_len: int, shapes: StepShapes, pool: PoolSize) -> None:
+    """What was chosen, in one line."""
     _LOG.info(
-        "%s, dtype %s, max_model_len %d, %d KV pages of %d tokens (%.2f GiB, by %s)",
+        "%s, dtype %s, kv_cache_dtype %s, max_model_len %d, %d KV pages of %d tokens (%.2f GiB, by %s)",
         explanation,
-        dtype.name,
+        jnp.dtype(shapes.dtype).name,
+        shapes.kv_cache_dtype,
         max_model_len,
         pool.num_pages - 1,  # what requests can have: all but the null page
-        page_size,
+        shapes.page_size,
         pool.num_bytes / 2**30,
         pool.reason,
     )
-    times = StartupTimes(load_s=load_s, compile_s=executor.compile_s, warm_s=executor.warm_s)
-    return engine, times
 
 
 def _use_compilation_cache(folder: str | Path) -> None:
@@ -186,36 +207,6 @@ def _use_compilation_cache(folder: str | Path) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     compilation_cache.reset_cache()  # jax looks at the folder once, when it first compiles anything
-
-
-def _resolve_attention(
-    config: EngineConfig,
-    model: ModelConfig,
-    dtype: jnp.dtype,
-    max_num_seqs: int,
-    max_model_len: int,
-) -> tuple[AttentionKernel, int, str]:
-    """(the kernel, tokens a page, why that kernel)."""
-    demand = dispatch.Demand(
-        platform=jax.default_backend(),
-        compute_capability=getattr(jax.devices()[0], "compute_capability", None),
-        dtype=dtype.name,
-        kv_dtype=dtype.name,
-        head_dim=model.head_dim,
-        interpret=config.attention_interpret,
-    )
-    try:
-        backend = dispatch.resolve_backend(config.attention_backend, demand)
-        page_size = config.cache.page_size
-        if page_size is None:
-            page_size = dispatch.pick_page_size(
-                backend, max_num_seqs=max_num_seqs, max_model_len=max_model_len
-            )
-        dispatch.check_page_size(backend, page_size)
-    except (ValueError, NotImplementedError) as error:
-        raise ConfigError(str(error)) from None
-    kernel = AttentionKernel(backend=backend, interpret=config.attention_interpret)
-    return kernel, page_size, dispatch.explain_backend(config.attention_backend, demand)
 
 
 def _resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
@@ -243,13 +234,26 @@ def _resolve_buckets(config: EngineConfig) -> Buckets:
     return buckets
 
 
-def _layers_per_program(num_layers: int) -> int:
-    """All layers, except on CPU: there a few at a time run as fast and compile many times
-    quicker.
-    """
-    if jax.default_backend() != "cpu":
-        return num_layers
-    return max(n for n in range(1, MAX_CPU_LAYERS_PER_PROGRAM + 1) if num_layers % n == 0)
+def _kv_scales(
+    config: EngineConfig, loaded: LoadedModel, params: Params, dtype: jnp.dtype
+) -> list[KVScales] | None:
+    """The scales of every layer for an 8-bit KV cache; None for float pages."""
+    model = loaded.config
+    if not is_8bit(resolve_kv_dtype(config.cache.kv_cache_dtype, dtype)):
+        return None
+    return find_kv_scales(
+        config.cache.kv_cache_dtype,
+        given=loaded.kv_scales,
+        config=model,
+        params=params,
+        dtype=dtype,
+        token_ids=calibration_ids(
+            loaded.tokenizer,
+            vocab_size=model.vocab_size,
+            max_position_embeddings=model.max_position_embeddings,
+        ),
+        layers_per_program=layers_per_program(model.num_layers),
+    )
 
 
 def _to_device(params: Mapping[Any, Any], abstract: Params) -> Params:
@@ -280,26 +284,3 @@ def _describe(leaf: Any) -> str:
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
         return f"{leaf.dtype}{list(leaf.shape)}"
     return f"a {type(leaf).__name__}"
-
-
-def _size_pool(config: EngineConfig, max_model_len: int, shapes: StepShapes) -> PoolSize:
-    on_cpu = jax.default_backend() == "cpu"
-    cache = config.cache
-    by_memory = cache.num_pages is None and cache.kv_cache_gib is None
-    free = free_bytes(jax.devices()[0], cache.memory_utilization if by_memory else 1.0)
-    if not on_cpu:  # host RAM is not partitioned: what programs take there is not set aside
-        free -= largest_step_bytes(shapes)
-    return size_pool(
-        cache,
-        bytes_per_page=pool_page_bytes(
-            shapes.model.config,
-            layout=shapes.layout,
-            page_size=shapes.page_size,
-            dtype=jnp.dtype(shapes.dtype).name,
-        ),
-        page_size=shapes.page_size,
-        max_model_len=max_model_len,
-        max_num_seqs=shapes.buckets.max_num_seqs,
-        free_bytes=free,
-        on_cpu=on_cpu,
-    )

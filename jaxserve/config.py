@@ -14,6 +14,14 @@ from pathlib import Path
 from jaxserve.errors import ConfigError, shown
 
 DTYPES = ("auto", "float32", "bfloat16")
+# What `kv_cache_dtype` may be -> the element type that numpy and jax call it by; None = the model's.
+KV_CACHE_DTYPES = {
+    "auto": None,
+    "float32": "float32",
+    "bfloat16": "bfloat16",
+    "int8": "int8",
+    "fp8_e4m3": "float8_e4m3fn",
+}
 SCHEDULING = ("continuous", "static")
 MIN_PAGE_SIZE = 4
 MAX_GIB = 2**20
@@ -57,6 +65,8 @@ class CacheConfig:
         memory_utilization: share of the accelerator's memory that weights, programs and pages may
             take together. On CPU the pool is bounded by what `max_num_seqs` full contexts need and
             by 2 GiB as well.
+        kv_cache_dtype: element type of the pages, a key of KV_CACHE_DTYPES; "auto" = the model's.
+            The 8-bit types hold keys and values divided by a scale per layer and kv head.
 
     Raises:
         ConfigError: a value outside its range.
@@ -66,8 +76,10 @@ class CacheConfig:
     num_pages: int | None = None
     kv_cache_gib: float | None = None
     memory_utilization: float = 0.9
+    kv_cache_dtype: str = "auto"
 
     def __post_init__(self) -> None:
+        _check_choice("kv_cache_dtype", self.kv_cache_dtype, tuple(KV_CACHE_DTYPES))
         if self.page_size is not None:
             _check_int("page_size", self.page_size, MIN_PAGE_SIZE)
             if self.page_size & (self.page_size - 1):
@@ -109,7 +121,7 @@ class EngineConfig:
     """Everything an engine can be told.
 
     Args:
-        dtype: of weights and KV pages; "auto" = float32 on CPU, bfloat16 elsewhere.
+        dtype: of weights and activations; "auto" = float32 on CPU, bfloat16 elsewhere.
         max_model_len: most tokens of a sequence, prompt and output together. None = the model's own
             limit.
         attention_backend: a name of `pallas_kernels.dispatch`, or "auto".

@@ -356,6 +356,7 @@ class Engine:
             attention_backend=str(chosen["attention_backend"]),
             attention_interpret=bool(chosen["attention_interpret"]),
             dtype=str(chosen["dtype"]),
+            kv_cache_dtype=str(chosen["kv_cache_dtype"]),
         )
 
     def check_invariants(self) -> None:

@@ -23,8 +23,8 @@ class Executor(Protocol):
 
     @property
     def description(self) -> dict[str, object]:
-        """What was chosen: attention_backend, attention_interpret, dtype and the
-        like, for logs and stats."""
+        """What was chosen: attention_backend, attention_interpret, dtype,
+        kv_cache_dtype and the like, for logs and stats."""
         ...
 
     def warm_up(self) -> None:

@@ -294,10 +294,22 @@ def _refuse_unserved(keys: _Keys) -> None:
     if keys.get("hidden_act") not in (None, "silu"):
         raise keys.error("hidden_act", "'silu'")
     for key in ("quantization_config", "compression_config"):
-        if keys.get(key) is not None:
+        if keys.get(key) is not None and not _quantises_kv_alone(keys.get(key)):
             raise keys.error(key, "absent (quantised safetensors are not served)")
     if keys.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise keys.error("partial_rotary_factor", "1.0")
+
+
+def _quantises_kv_alone(value: Any) -> bool:
+    """Whether a compressed-tensors config leaves the weights as they are: a scheme for the KV cache and
+    no group of modules. The scales are tensors of their own (`weights.kv_scales`).
+    """
+    return (
+        isinstance(value, Mapping)
+        and value.get("quant_method") == "compressed-tensors"
+        and isinstance(value.get("kv_cache_scheme"), Mapping)
+        and value.get("config_groups") == {}
+    )
 
 
 def _token_ids(keys: _Keys, key: str) -> tuple[int, ...]:

@@ -24,3 +24,4 @@ class EngineStats:
     attention_backend: str
     attention_interpret: bool
     dtype: str
+    kv_cache_dtype: str

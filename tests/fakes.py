@@ -51,7 +51,12 @@ class FakeExecutor:
 
     @property
     def description(self) -> dict[str, object]:
-        return {"attention_backend": "fake", "attention_interpret": False, "dtype": "int64"}
+        return {
+            "attention_backend": "fake",
+            "attention_interpret": False,
+            "dtype": "int64",
+            "kv_cache_dtype": "int64",
+        }
 
     def warm_up(self) -> None:
         pass

@@ -100,6 +100,10 @@ def test_numpy_numbers_in_sampling_params():
         ({"attention_backend": "tpu"}, "attention_backend='tpu' runs on tpu, and this is cpu"),
         ({"attention_backend": "gpu"}, "attention_backend='gpu' runs on gpu, and this is cpu"),
         ({"attention_backend": "cpu"}, "attention_backend='cpu': this version does not ship"),
+        (
+            {"kv_cache_dtype": "fp8"},
+            "kv_cache_dtype must be one of auto, float32, bfloat16, int8, fp8_e4m3, got 'fp8'",
+        ),
         ({"attention_interpret": True}, "interpret: attention backend 'xla' has no kernel"),
         ({"attention_interpret": "yes"}, "attention_interpret must be True or False, got 'yes'"),
         ({"attention_backend": "nope"}, "attention_backend='nope': no such backend"),

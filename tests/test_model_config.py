@@ -24,6 +24,13 @@ LLAMA3 = {
 }
 
 
+KV_ALONE = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {},
+    "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor"},
+}
+
+
 def read(changes: dict, generation_config: dict | None = None) -> ModelConfig:
     return ModelConfig.from_hf(BASE | changes, generation_config, "config.json")
 
@@ -192,6 +199,8 @@ def test_c32_head_dim_comes_from_the_config_and_null_means_derived():
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false, got 'yes'"),
         ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
         ({"quantization_config": {"bits": 4}}, "quantization_config must be absent"),
+        ({"quantization_config": KV_ALONE | {"config_groups": {"a": 1}}}, "must be absent"),
+        ({"quantization_config": KV_ALONE | {"kv_cache_scheme": None}}, "must be absent"),
         ({"eos_token_id": "2"}, "eos_token_id must be a token id.*got '2'"),
         ({"eos_token_id": [1, -2]}, "eos_token_id must be"),
         ({"model_type": "mistral"}, "model_type must be one of: llama, got 'mistral'"),
@@ -208,6 +217,10 @@ def test_c32_what_is_not_served_names_key_value_and_limit(changes, message):
     with pytest.raises(CheckpointError, match=message) as caught:
         read(changes)
     assert str(caught.value).startswith("config.json: ")
+
+
+def test_a_scheme_for_the_kv_cache_alone_leaves_the_weights_as_they_are():
+    assert read({"quantization_config": KV_ALONE}) == read({})
 
 
 def test_a_class_name_alone_is_enough():

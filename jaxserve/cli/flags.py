@@ -16,7 +16,7 @@ from absl import flags
 from jaxserve.cli.arguments import UsageError
 from jaxserve.cli.flag_types import AutoIntegerParser, FloatParser, IntegerParser, IntegersParser
 from jaxserve.cli.standard_streams import say
-from jaxserve.config import DTYPES, CacheConfig, EngineConfig
+from jaxserve.config import DTYPES, KV_CACHE_DTYPES, CacheConfig, EngineConfig
 from jaxserve.plan.capacity import CPU_POOL_LIMIT_BYTES, GIB
 from jaxserve.request import SamplingParams
 from pallas_kernels import dispatch
@@ -36,6 +36,7 @@ _ENGINE_OPTIONS = (
     "num_pages",
     "kv_cache_gib",
     "memory_utilization",
+    "kv_cache_dtype",
     "attention_backend",
     "attention_interpret",
     "check_batches",
@@ -90,7 +91,7 @@ def define_engine(flag_values: flags.FlagValues) -> None:
         "dtype",
         default.dtype,
         DTYPES,
-        "Of weights and KV pages; auto = float32 on CPU, else bfloat16.",
+        "Of weights and activations; auto = float32 on CPU, else bfloat16.",
         **group,
     )
     _define_auto_integer(
@@ -158,6 +159,14 @@ def _define_page_pool(default: CacheConfig, group: Mapping[str, Any]) -> None:
         default.memory_utilization,
         "Share of the accelerator's memory for weights, programs and pages. On CPU the pool that this "
         f"makes is at most {CPU_POOL_LIMIT_BYTES // GIB} GiB; --kv_cache_gib and --num_pages may go beyond.",
+        **group,
+    )
+    flags.DEFINE_enum(
+        "kv_cache_dtype",
+        default.kv_cache_dtype,
+        list(KV_CACHE_DTYPES),
+        "Of the pages; auto = the model's. int8 and fp8_e4m3 hold up to four times the tokens; their "
+        "scales come from the checkpoint (fp8_e4m3) or are calibrated at start.",
         **group,
     )
 

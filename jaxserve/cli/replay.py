@@ -158,6 +158,7 @@ class Arm:
                 "scheduling": self.options["scheduling"],
                 "seed": self.options["seed"],
                 "dtype": stats.dtype,
+                "kv_cache_dtype": stats.kv_cache_dtype,
                 "max_num_batched_tokens": stats.max_num_batched_tokens,
                 "attention_backend": stats.attention_backend,
                 "page_size": stats.page_size,

@@ -29,6 +29,7 @@ _NUM_SAMPLES = 64
 _SERVED_FLAGS = {
     "max_request_tokens": "--max_model_len, --num_pages or --kv_cache_gib",
     "dtype": "--dtype",
+    "kv_cache_dtype": "--kv_cache_dtype",
 }
 _RECORD_START = b'{"index": '
 
@@ -112,10 +113,14 @@ def served_by(stats: EngineStats) -> dict[str, Any]:
     """What of a loaded engine decides what an output holds, beyond the flags: a part of the identity.
 
     A request is clamped or refused by the smaller of the context and the page pool, and "auto" is
-    another dtype on another device.
+    another dtype on another device. Pages of another type give other tokens.
     """
     num_slots = (stats.num_pages - 1) * stats.page_size  # page 0 is the null page
-    return {"max_request_tokens": min(stats.max_model_len, num_slots), "dtype": stats.dtype}
+    return {
+        "max_request_tokens": min(stats.max_model_len, num_slots),
+        "dtype": stats.dtype,
+        "kv_cache_dtype": stats.kv_cache_dtype,
+    }
 
 
 def check_served(output: Path, served: Mapping[str, Any]) -> None:

@@ -14,12 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxserve.config import KV_CACHE_DTYPES
 from jaxserve.device.programs import Program, ProgramTable
 from jaxserve.device.step import forward_inputs, sample_rows, sampling_rows, select_rows
+from jaxserve.model.kv_scales import KVScales
 from jaxserve.model.registry import ModelFunctions, Params
 from jaxserve.schedule.batch import DeviceBatch, SampledTokens
 from jaxserve.schedule.buckets import Bucket, Buckets
-from pallas_kernels.ragged_paged_attention.layout import KVPages
+from pallas_kernels.ragged_paged_attention.layout import KVPages, is_8bit
 from pallas_kernels.ragged_paged_attention.row_checks import check_rows
 
 
@@ -62,7 +64,8 @@ class StepShapes:
         page_size: tokens a page.
         max_pages: pages a sequence (P).
         layout: page layout of the attention backend.
-        dtype: of activations and pages.
+        dtype: of activations.
+        kv_dtype: element type of the pages; the 8-bit ones go with scales.
         layers_per_program: consecutive layers compiled as one program; divides the number of
             layers.
     """
@@ -74,7 +77,14 @@ class StepShapes:
     max_pages: int
     layout: str
     dtype: jnp.dtype
+    kv_dtype: jnp.dtype
     layers_per_program: int
+
+    @property
+    def kv_cache_dtype(self) -> str:
+        """The element type of the pages as the settings call it."""
+        names = {element: name for name, element in KV_CACHE_DTYPES.items()}
+        return names[jnp.dtype(self.kv_dtype).name]
 
     def abstract_pages(self) -> list[KVPages]:
         """The pages of every layer as shapes only."""
@@ -85,9 +95,16 @@ class StepShapes:
             self.page_size,
             config.num_kv_heads,
             config.head_dim,
-            self.dtype,
+            self.kv_dtype,
         )
         return [one] * config.num_layers
+
+    def abstract_scales(self) -> list[KVScales] | None:
+        """The scales of every layer as shapes only; None where pages are floats."""
+        if not is_8bit(self.kv_dtype):
+            return None
+        one = jax.ShapeDtypeStruct((self.model.config.num_kv_heads,), jnp.float32)
+        return [KVScales(one, one)] * self.model.config.num_layers
 
     def padding(self, bucket: Bucket) -> DeviceBatch:
         """A batch without live tokens, with one row that counts as sampled."""
@@ -110,6 +127,7 @@ class StepShapes:
         params = self.model.abstract_params
         x = jax.ShapeDtypeStruct((num_tokens, self.model.config.hidden_size), self.dtype)
         run = slice(self.layers_per_program)
+        scales = self.abstract_scales()
         return [
             Program(
                 key=("layers", num_tokens),
@@ -120,6 +138,7 @@ class StepShapes:
                     x,
                     inputs.positions,
                     inputs.rows,
+                    None if scales is None else scales[run],
                 ),
                 donated=(1, 2),
             ),
@@ -175,10 +194,19 @@ class DeviceExecutor:
     Args:
         shapes: what to compile.
         params: weights, on the device, as `shapes.model.abstract_params` says.
+        kv_scales: for 8-bit pages one per layer, on the device; else None.
         check_batches: debug mode: refuse a batch whose pages, lengths or counts do not fit.
     """
 
-    def __init__(self, shapes: StepShapes, params: Params, *, check_batches: bool = False):
+    def __init__(
+        self,
+        shapes: StepShapes,
+        params: Params,
+        *,
+        kv_scales: Sequence[KVScales] | None = None,
+        check_batches: bool = False,
+    ):
+        self.kv_scales = kv_scales
         self._shapes = shapes
         self._params = params
         self._layer_params = shapes.model.layer_params(params)
@@ -193,12 +221,15 @@ class DeviceExecutor:
 
     @property
     def description(self) -> dict[str, object]:
-        """What serves: attention_backend, attention_interpret, dtype, platform, num_programs."""
+        """What serves: attention_backend, attention_interpret, dtype, kv_cache_dtype, platform,
+        num_programs.
+        """
         kernel = self._shapes.model.kernel
         return {
             "attention_backend": kernel.backend,
             "attention_interpret": kernel.interpret,
             "dtype": jnp.dtype(self._shapes.dtype).name,
+            "kv_cache_dtype": self._shapes.kv_cache_dtype,
             "platform": jax.default_backend(),
             "num_programs": len(self._programs),
         }
@@ -255,7 +286,12 @@ class DeviceExecutor:
         run_layers = self._programs["layers", num_tokens]
         for run in runs:
             x, self._kv_pages[run] = run_layers(
-                self._layer_params[run], self._kv_pages[run], x, inputs.positions, inputs.rows
+                self._layer_params[run],
+                self._kv_pages[run],
+                x,
+                inputs.positions,
+                inputs.rows,
+                None if self.kv_scales is None else self.kv_scales[run],
             )
         hidden = self._programs["select", num_tokens](x, inputs.logit_rows)
         outputs = None

@@ -10,6 +10,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxserve.model.kv_scales import KVScales
 from jaxserve.model.layers import Linear
 from jaxserve.model.rope import rotate
 from jaxserve.model_config import ModelConfig
@@ -66,8 +67,16 @@ class Attention(nnx.Module):
         sin: Float[Array, "T 1 D2"],
         rows: PagedRows,
         kv: KVPages,
+        scales: KVScales | None,
     ) -> tuple[Float[Array, "T E"], KVPages]:
         """Writes the tokens' keys and values into the layer's pages and attends.
+
+        Args:
+            x: [T, E].
+            cos, sin: from `rope.rotation`.
+            rows: where each row stands in the pages.
+            kv: the layer's pages.
+            scales: what they are quantised by, f32[K] each; None where they are floats.
 
         Returns:
             ([T, E], the layer's pages).
@@ -86,6 +95,8 @@ class Attention(nnx.Module):
             rows.kv_starts,
             rows.cu_q_lens,
             rows.ranges,
+            None if scales is None else scales.k,
+            None if scales is None else scales.v,
             sm_scale=self.head_dim**-0.5,
             backend=self.kernel.backend,
             interpret=self.kernel.interpret or None,

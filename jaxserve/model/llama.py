@@ -14,6 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxserve.model.attention import Attention, AttentionKernel, PagedRows
+from jaxserve.model.kv_scales import KVScales
 from jaxserve.model.layers import MLP, Embedding, Linear, RMSNorm
 from jaxserve.model_config import ModelConfig
 from pallas_kernels.ragged_paged_attention.layout import KVPages
@@ -38,8 +39,8 @@ class LlamaBlock(nnx.Module):
             config.hidden_size, config.intermediate_size, dtype, use_bias=config.mlp_bias
         )
 
-    def __call__(self, x, cos, sin, rows: PagedRows, kv: KVPages):
-        attended, kv = self.attn(self.input_norm(x), cos, sin, rows, kv)
+    def __call__(self, x, cos, sin, rows: PagedRows, kv: KVPages, scales: KVScales | None):
+        attended, kv = self.attn(self.input_norm(x), cos, sin, rows, kv, scales)
         x = x + attended
         return x + self.mlp(self.post_attn_norm(x)), kv
 

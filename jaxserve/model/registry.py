@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxserve.model.attention import AttentionKernel, PagedRows
+from jaxserve.model.kv_scales import KVScales
 from jaxserve.model.llama import ModelParts, llama_parts
 from jaxserve.model.rope import inverse_frequencies, rotation
 from jaxserve.model_config import ModelConfig
@@ -70,6 +71,7 @@ class ModelFunctions:
         x: jax.Array,
         positions: jax.Array,
         rows: PagedRows,
+        kv_scales: Sequence[KVScales] | None = None,
     ) -> tuple[jax.Array, list[KVPages]]:
         """Runs consecutive layers; the tokens' keys and values go into the pages.
 
@@ -78,15 +80,17 @@ class ModelFunctions:
             x: [T, E], the output of the layer before.
             positions: i32[T], absolute.
             rows: where each row stands in the pages.
+            kv_scales: one per layer for 8-bit pages, else None.
 
         Returns:
             ([T, E], the pages of these layers).
         """
         inv_freq = inverse_frequencies(self.config.rope, self.config.head_dim)
         cos, sin = rotation(inv_freq, positions)
+        scales = [None] * len(layer_params) if kv_scales is None else kv_scales
         written = []
-        for one, kv in zip(layer_params, kv_pages, strict=True):
-            x, kv = nnx.merge(self.graphs["block"], one)(x, cos, sin, rows, kv)
+        for one, kv, scale in zip(layer_params, kv_pages, scales, strict=True):
+            x, kv = nnx.merge(self.graphs["block"], one)(x, cos, sin, rows, kv, scale)
             written.append(kv)
         return x, written
 
@@ -105,7 +109,7 @@ def build_model(config: ModelConfig, dtype: jnp.dtype, kernel: AttentionKernel) 
 
     Args:
         config: shapes and constants.
-        dtype: of weights, activations and KV.
+        dtype: of weights and activations.
         kernel: which attention kernel, and how it runs.
     """
     parts = ARCHITECTURES[config.architecture](config, dtype, kernel)

@@ -186,6 +186,9 @@ def check_tensors(checkpoint: Checkpoint) -> ModelConfig:
         {name_maps.HEAD} if config.tie_word_embeddings else set()
     )
     for name, info in checkpoint.source.infos.items():
+        scaled = name_maps.kv_scale_parts(name)  # read by `kv_scales.load_kv_scales`, or by nobody
+        if scaled is not None and scaled[0] < config.num_layers:
+            continue
         if name not in known and not name_maps.is_ignored(name):
             raise CheckpointError(
                 f"{info.file}: tensor {name!r} ({info.dtype}{list(info.shape)}) belongs to no parameter of a"

@@ -3,7 +3,8 @@
 Read by `loader.py` (Hugging Face names -> the params tree of `model/`) and `gguf.py` (GGUF names ->
 Hugging Face names).
 
-Invariant: one row per parameter. A checkpoint loads only if its tensors and these rows match one to one.
+Invariant: one row per parameter. A checkpoint loads only if its tensors and these rows match one to
+one, but for what is named here as known: scales of the KV cache, and tensors that nothing needs.
 """
 
 import re
@@ -12,7 +13,33 @@ from dataclasses import dataclass
 from jaxserve.model_config import ModelConfig
 
 # Buffers that old exporters stored beside the weights; the model computes them itself.
-_IGNORED = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+_ROTARY = r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
+# Scales of 8-bit queries and probabilities: attention here leaves both as wide as they are.
+_ATTENTION_SCALES = (
+    r"model\.layers\.\d+\.self_attn\."
+    r"((attn\.)?(q|prob|prob_output)_scale|q_proj\.(q|output)_scale)"
+)
+_IGNORED = re.compile(f"{_ROTARY}|{_ATTENTION_SCALES}")
+
+# Scales of an 8-bit KV cache, by what they are the scales of. Source: the names that the exporters
+# and loaders in the field agree on: compressed-tensors and llm-compressor (self_attn.k_scale, before
+# them k_proj.output_scale), ModelOpt (k_proj.k_scale), Quark (k_proj.output_scale), AutoFP8
+# (kv_scale, later k_scale), dumps of vLLM's own modules (attn.k_scale); see "Separate kv_scale into
+# k_scale and v_scale", https://github.com/vllm-project/vllm/pull/6081, and
+# https://github.com/vllm-project/vllm/pull/11787.
+_KV_SCALES = {
+    "self_attn.k_scale": "k",
+    "self_attn.v_scale": "v",
+    "self_attn.attn.k_scale": "k",
+    "self_attn.attn.v_scale": "v",
+    "self_attn.k_proj.k_scale": "k",
+    "self_attn.v_proj.v_scale": "v",
+    "self_attn.k_proj.output_scale": "k",
+    "self_attn.v_proj.output_scale": "v",
+    "self_attn.kv_scale": "kv",
+    "self_attn.attn.kv_scale": "kv",
+}
+_IN_LAYER = re.compile(r"model\.layers\.(0|[1-9]\d*)\.(.+)")
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -48,6 +75,14 @@ def param_specs(config: ModelConfig) -> list[ParamSpec]:
 def is_ignored(name: str) -> bool:
     """Whether a stored tensor is known to carry nothing that the model needs."""
     return _IGNORED.fullmatch(name) is not None
+
+
+def kv_scale_parts(name: str) -> tuple[int, str] | None:
+    """(layer, "k", "v" or "kv" for both) if a tensor of that name is a scale of the KV cache."""
+    match = _IN_LAYER.fullmatch(name)
+    if match is None or match[2] not in _KV_SCALES:
+        return None
+    return int(match[1]), _KV_SCALES[match[2]]
 
 
 def _linear(

@@ -67,6 +67,7 @@ def make_engine(
         max_pages=max_pages,
         layout=dispatch.layout_of(model.kernel.backend),
         dtype=params["embed"]["embedding"].dtype,
+        kv_dtype=params["embed"]["embedding"].dtype,
         layers_per_program=max(n for n in range(1, 9) if layers % n == 0),
     )
     executor = DeviceExecutor(shapes, params)

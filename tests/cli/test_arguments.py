@@ -93,6 +93,7 @@ def test_everything_behind_two_dashes_is_text():
         ("--max-tokens", ["--max_tokens needs a value"]),
         ("--page-size=big", ['flag --page_size=big: must be an integer or "auto"']),
         ("--dtype=float16", ["dtype", "float32|bfloat16"]),
+        ("--kv-cache-dtype=fp8", ["kv_cache_dtype", "bfloat16|int8|fp8_e4m3"]),
         ("--ignore-eos=maybe", ["flag --ignore_eos=maybe: must be true or false"]),
         ("--temperature 0", ["unknown flag", "use --temperature=0, or two lines in a flagfile"]),
         ("--max-tokens\t5", ["use --max-tokens=5, or two lines"]),

@@ -69,6 +69,7 @@ def check_arm(arm: dict, repetitions: int) -> None:
     assert arm["compiles_after_warmup"] == repetitions
     assert arm["startup"] == {"load_s": 0.1, "compile_s": 0.2, "warm_s": 0.3}
     assert arm["engine"]["attention_backend"] == "fake"
+    assert arm["engine"]["kv_cache_dtype"] == "int64"
 
 
 def test_one_arm(measure, tmp_path):

@@ -354,19 +354,20 @@ def test_resume_refuses_an_engine_that_would_answer_otherwise(run, tmp_path, cap
     assert output.read_bytes() == b"".join(records)
 
 
-def test_resume_refuses_another_dtype_that_auto_chose(run, tmp_path, capsys):
+@pytest.mark.parametrize("field", ["dtype", "kv_cache_dtype"])
+def test_resume_refuses_another_dtype_that_auto_chose(run, tmp_path, capsys, field):
     source = write_lines(tmp_path / "in.jsonl", [{"prompt": "a"}, {"prompt": "b"}])
     output = tmp_path / "out.jsonl"
     flags = [f"--input={source}", f"--output={output}", "--max-tokens=2"]
     assert run(*flags) == 0
     output.write_bytes(output.read_bytes().splitlines(keepends=True)[0])
     meta = json.loads(meta_path(output).read_text())
-    dtype = meta["served"]["dtype"]
-    meta["served"]["dtype"] = "float8"
+    dtype = meta["served"][field]
+    meta["served"][field] = "float8"
     meta_path(output).write_text(json.dumps(meta))
     capsys.readouterr()
     assert run(*flags, "--resume") == 2
-    assert f"dtype: 'float8' then, '{dtype}' now; set --dtype" in capsys.readouterr().err
+    assert f"{field}: 'float8' then, '{dtype}' now; set --{field}" in capsys.readouterr().err
 
 
 def test_resume_needs_an_input_that_stays(start, tmp_path):

@@ -18,15 +18,22 @@ def serve(**options) -> tuple[list[list[int]], EngineStats]:
     return [output.outputs[0].token_ids for output in outputs], llm.engine.stats()
 
 
+TPU, GPU = pytest.mark.interpret, pytest.mark.gpu_interpret
+
+
 @pytest.mark.parametrize(
-    ("backend", "dtype", "page_size"),
+    ("backend", "dtype", "kv_cache_dtype", "page_size"),
     [
-        pytest.param("tpu", "float32", 32, marks=pytest.mark.interpret),
-        pytest.param("gpu", "bfloat16", 64, marks=pytest.mark.gpu_interpret),
+        pytest.param("tpu", "float32", "auto", 32, marks=TPU),
+        pytest.param("tpu", "float32", "int8", 32, marks=TPU),
+        pytest.param("gpu", "bfloat16", "auto", 64, marks=GPU),
+        pytest.param("gpu", "bfloat16", "fp8_e4m3", 64, marks=GPU),
     ],
 )
-def test_an_interpreted_kernel_serves_the_engine(backend, dtype, page_size):
-    tokens, stats = serve(attention_backend=backend, attention_interpret=True, dtype=dtype)
-    assert tokens == serve(attention_backend="reference", dtype=dtype)[0]
+def test_an_interpreted_kernel_serves_the_engine(backend, dtype, kv_cache_dtype, page_size):
+    options = {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype}
+    tokens, stats = serve(attention_backend=backend, attention_interpret=True, **options)
+    assert tokens == serve(attention_backend="reference", **options)[0]
     assert (stats.attention_backend, stats.attention_interpret) == (backend, True)
     assert stats.page_size == page_size
+    assert stats.kv_cache_dtype == (dtype if kv_cache_dtype == "auto" else kv_cache_dtype)

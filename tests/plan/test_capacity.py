@@ -75,3 +75,7 @@ def test_page_bytes_cover_every_layer():
     assert pool_page_bytes(model, layout="split", page_size=64, dtype="float32") == (
         30 * 2 * 64 * 3 * 64 * 4
     )
+    for dtype in ("int8", "float8_e4m3fn"):
+        assert pool_page_bytes(model, layout="split", page_size=64, dtype=dtype) == (
+            30 * 2 * 64 * 3 * 64
+        )

@@ -1,0 +1,218 @@
+"""Finds the scales of an 8-bit KV cache: those that came with the model, the others by calibration.
+
+Called by `build` once, before anything of the engine is compiled. Calibration runs one text through
+the model's own functions with float pages, reads the pages back in their canonical format and takes
+the largest magnitude of each kv head, for keys and for values:
+
+    scale[k] = margin * max |x[k]| / largest unit        127 for int8, 448 for float8_e4m3fn
+
+Invariants: the same model, ids and dtype give the same scales whatever the engine is told, so the
+portable attention backend runs here and not the one that serves; every scale found is finite and
+above 0, or nothing is served.
+"""
+
+import functools
+import logging
+import time
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.config import KV_CACHE_DTYPES
+from jaxserve.device.programs import Program, ProgramTable
+from jaxserve.errors import ConfigError
+from jaxserve.model.attention import AttentionKernel, PagedRows
+from jaxserve.model.kv_scales import GivenKVScales, KVScales, check_given, largest_unit
+from jaxserve.model.registry import ModelFunctions, Params, build_model
+from jaxserve.model_config import ModelConfig
+from pallas_kernels import dispatch
+from pallas_kernels.ragged_paged_attention.layout import KVPages
+
+_LOG = logging.getLogger(__name__)
+
+# Other texts reach higher than ours, and what lies beyond is cut off. Room costs int8 precision and
+# a floating-point type none, so fp8 gets more of it; docs/kv_cache.md has the figures.
+MARGINS = {"int8": 1.25, "fp8_e4m3": 2.0}
+BACKEND = "xla"  # serves every platform, dtype and head_dim
+PAGE_SIZE = 64
+
+
+def find_kv_scales(
+    kv_cache_dtype: str,
+    *,
+    given: GivenKVScales | None,
+    config: ModelConfig,
+    params: Params,
+    dtype: jnp.dtype,
+    token_ids: Sequence[int],
+    layers_per_program: int,
+) -> list[KVScales]:
+    """The scales of every layer, on the device; says in the log how many came from where.
+
+    Args:
+        kv_cache_dtype: "int8" or "fp8_e4m3".
+        given: scales that came with the model; what they lack is calibrated, all of it where None.
+        config: the model's shapes and constants.
+        params: its weights, on the device.
+        dtype: of weights and activations.
+        token_ids: from `calibration_text.calibration_ids`.
+        layers_per_program: consecutive layers compiled as one program; divides the number of layers.
+
+    Returns:
+        One KVScales of f32[K] arrays per layer.
+
+    Raises:
+        ConfigError: a given scale that does not fit, or keys or values that are not finite.
+    """
+    known = [KVScales()] * config.num_layers
+    if given is not None:
+        if given.kv_cache_dtype != kv_cache_dtype:
+            raise ConfigError(
+                f"kv_cache_dtype={kv_cache_dtype}: the model comes with kv_scales of "
+                f"{given.kv_cache_dtype}; without them (kv_scales=None) they are calibrated"
+            )
+        known = check_given(given, num_layers=config.num_layers, num_kv_heads=config.num_kv_heads)
+    num_missing = sum(scale is None for layer in known for scale in layer)
+    how = ""
+    if num_missing:
+        begin = time.monotonic()
+        model = build_model(config, dtype, AttentionKernel(backend=BACKEND))
+        magnitudes = largest_magnitudes(model, params, dtype, token_ids, layers_per_program)
+        known = [
+            _completed(kv_cache_dtype, layer, scales, magnitudes[layer])
+            for layer, scales in enumerate(known)
+        ]
+        how = f" on {len(token_ids)} tokens in {time.monotonic() - begin:.1f} s"
+    _LOG.info(
+        "KV scales of %s: %d came with the model, %d calibrated%s (keys and values of %d layers)",
+        kv_cache_dtype,
+        2 * config.num_layers - num_missing,
+        num_missing,
+        how,
+        config.num_layers,
+    )
+    return jax.device_put(known)
+
+
+def largest_magnitudes(
+    model: ModelFunctions,
+    params: Params,
+    dtype: jnp.dtype,
+    token_ids: Sequence[int],
+    layers_per_program: int,
+) -> np.ndarray:
+    """How far keys and values of one text reach.
+
+    Args:
+        model: the model on a backend that holds pages of its dtype.
+        params: its weights, on the device.
+        dtype: of weights, activations and the pages.
+        token_ids: the text, at least one id.
+        layers_per_program: as for `find_kv_scales`.
+
+    Returns:
+        f32[L, K, 2]: the largest |key| and |value| of each kv head; infinite where one is
+        infinite or NaN.
+    """
+    num_tokens = len(token_ids)
+    num_pages = -(-num_tokens // PAGE_SIZE)
+    ids = jnp.asarray(token_ids, jnp.int32)
+    positions = jnp.arange(num_tokens, dtype=jnp.int32)
+    rows = PagedRows(
+        kv_lens=jnp.array([num_tokens], jnp.int32),
+        page_table=jnp.arange(1, num_pages + 1, dtype=jnp.int32),
+        kv_starts=jnp.zeros(1, jnp.int32),
+        cu_q_lens=jnp.array([0, num_tokens], jnp.int32),
+        ranges=jnp.array([int(num_tokens == 1), int(num_tokens == 1), 1], jnp.int32),
+    )
+    x = jax.ShapeDtypeStruct((num_tokens, model.config.hidden_size), dtype)
+    layer_params = model.layer_params(params)
+    table = ProgramTable()
+    table.compile_all(
+        [
+            Program(
+                key=("layers", num_tokens),
+                function=functools.partial(_run_magnitudes, model, num_pages + 1),
+                arguments=(layer_params[:layers_per_program], x, positions, rows),
+            ),
+            Program(
+                key=("embed", num_tokens), function=model.embed, arguments=(params["embed"], ids)
+            ),
+        ]
+    )
+    x = table["embed", num_tokens](params["embed"], ids)
+    found = []
+    for begin in range(0, len(layer_params), layers_per_program):
+        run = layer_params[begin : begin + layers_per_program]
+        x, magnitudes = table["layers", num_tokens](run, x, positions, rows)
+        found.append(magnitudes)
+    return np.concatenate([np.asarray(one) for one in found])
+
+
+def _run_magnitudes(
+    model: ModelFunctions,
+    num_pages: int,
+    layer_params: Sequence[Params],
+    x: jax.Array,
+    positions: jax.Array,
+    rows: PagedRows,
+) -> tuple[jax.Array, jax.Array]:
+    """A run of layers over fresh float pages: ([T, E], f32[layers of the run, K, 2])."""
+    config = model.config
+    fresh = KVPages.zeros(
+        dispatch.layout_of(model.kernel.backend),
+        num_pages,
+        PAGE_SIZE,
+        config.num_kv_heads,
+        config.head_dim,
+        x.dtype,
+    )
+    x, written = model.layers(layer_params, [fresh] * len(layer_params), x, positions, rows)
+    pages = jnp.arange(1, num_pages, dtype=jnp.int32)
+    return x, jnp.stack([_largest(kv.gather(pages)) for kv in written])
+
+
+def _largest(pages: jax.Array) -> jax.Array:
+    """f32[K, 2]: the largest magnitude in canonical pages [n, K, 2, page, D]; infinite if one is NaN,
+    which a maximum alone may pass over (on CPU it does).
+    """
+    wide = jnp.abs(pages.astype(jnp.float32))
+    return jnp.max(jnp.where(jnp.isfinite(wide), wide, jnp.inf), axis=(0, 3, 4))
+
+
+def _completed(
+    kv_cache_dtype: str, layer: int, known: KVScales, magnitudes: np.ndarray
+) -> KVScales:
+    """The scales of one layer, what is not known calibrated from magnitudes f32[K, 2]."""
+    scales = dict(known._asdict())
+    for i, name in enumerate(scales):
+        if scales[name] is None:
+            tops = magnitudes[:, i].astype(np.float64)
+            if not np.isfinite(tops).all():
+                kind = "keys" if name == "k" else "values"
+                head = int(np.argmin(np.isfinite(tops)))
+                raise ConfigError(
+                    f"kv_cache_dtype={kv_cache_dtype}: layer {layer}, kv head {head}: {kind} are "
+                    "NaN or infinite on the calibration text, so no scale fits them; look for such "
+                    "weights, or serve them as they are with kv_cache_dtype=auto"
+                )
+            scales[name] = scales_of(tops, kv_cache_dtype)
+    return KVScales(**scales)
+
+
+def scales_of(tops: np.ndarray, kv_cache_dtype: str) -> np.ndarray:
+    """Scales by which values up to `tops` fit an 8-bit type, with the margin.
+
+    Args:
+        tops: [K], the largest magnitude of each kv head, finite.
+        kv_cache_dtype: "int8" or "fp8_e4m3".
+
+    Returns:
+        f32[K]. A head that is 0 throughout, or too small for a scale in float32, has the scale of a
+        head that reaches 1.
+    """
+    unit = largest_unit(KV_CACHE_DTYPES[kv_cache_dtype])
+    scales = MARGINS[kv_cache_dtype] * tops / unit
+    return np.where(scales < np.finfo(np.float32).tiny, 1.0 / unit, scales).astype(np.float32)

@@ -1,0 +1,120 @@
+"""What the settings that say "auto" mean on this machine: dtypes, attention backend, page size, how
+many layers make a program, how many pages fit.
+
+Called by `build`, once per engine. Invariant: what is found is returned; a setting that cannot be
+served raises and is never replaced by another.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.config import KV_CACHE_DTYPES, EngineConfig
+from jaxserve.device.executor import StepShapes, largest_step_bytes
+from jaxserve.device.memory import free_bytes
+from jaxserve.errors import ConfigError
+from jaxserve.model.attention import AttentionKernel
+from jaxserve.model_config import ModelConfig
+from jaxserve.plan.capacity import PoolSize, pool_page_bytes, size_pool
+from pallas_kernels import dispatch
+
+MAX_CPU_LAYERS_PER_PROGRAM = 4
+
+
+def resolve_dtype(name: str) -> jnp.dtype:
+    """The dtype of weights and activations; "auto" is float32 on CPU, where it is the fast one,
+    bfloat16 elsewhere.
+    """
+    if name == "auto":
+        name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return jnp.dtype(name)
+
+
+def resolve_kv_dtype(name: str, dtype: jnp.dtype) -> jnp.dtype:
+    """The element type of the pages by its name in the settings; "auto" is the model's `dtype`."""
+    return jnp.dtype(KV_CACHE_DTYPES[name] or dtype)
+
+
+def resolve_attention(
+    config: EngineConfig,
+    model: ModelConfig,
+    *,
+    dtype: jnp.dtype,
+    kv_dtype: jnp.dtype,
+    max_num_seqs: int,
+    max_model_len: int,
+) -> tuple[AttentionKernel, int, str]:
+    """(the kernel, tokens a page, why that kernel).
+
+    Args:
+        config: the settings.
+        model: the model's shapes.
+        dtype: of queries.
+        kv_dtype: element type of the pages.
+        max_num_seqs: rows of the page table.
+        max_model_len: longest context in tokens.
+
+    Raises:
+        ConfigError: no backend serves that, or not with that page size.
+    """
+    demand = dispatch.Demand(
+        platform=jax.default_backend(),
+        compute_capability=getattr(jax.devices()[0], "compute_capability", None),
+        dtype=dtype.name,
+        kv_dtype=kv_dtype.name,
+        head_dim=model.head_dim,
+        interpret=config.attention_interpret,
+    )
+    try:
+        backend = dispatch.resolve_backend(config.attention_backend, demand)
+        page_size = config.cache.page_size
+        if page_size is None:
+            page_size = dispatch.pick_page_size(
+                backend, max_num_seqs=max_num_seqs, max_model_len=max_model_len
+            )
+        dispatch.check_page_size(backend, page_size)
+    except (ValueError, NotImplementedError) as error:
+        raise ConfigError(str(error)) from None
+    kernel = AttentionKernel(backend=backend, interpret=config.attention_interpret)
+    return kernel, page_size, dispatch.explain_backend(config.attention_backend, demand)
+
+
+def layers_per_program(num_layers: int) -> int:
+    """All layers, except on CPU: there a few at a time run as fast and compile many times
+    quicker.
+    """
+    if jax.default_backend() != "cpu":
+        return num_layers
+    return max(n for n in range(1, MAX_CPU_LAYERS_PER_PROGRAM + 1) if num_layers % n == 0)
+
+
+def choose_pool_size(config: EngineConfig, max_model_len: int, shapes: StepShapes) -> PoolSize:
+    """How many pages to make, by the settings and by what the device has free now.
+
+    Args:
+        config: the settings.
+        max_model_len: longest context in tokens.
+        shapes: of the engine, with any number of pages; its largest programs may be compiled.
+
+    Raises:
+        ConfigError: the pool would hold no page, or more bytes than are free.
+    """
+    on_cpu = jax.default_backend() == "cpu"
+    cache = config.cache
+    by_memory = cache.num_pages is None and cache.kv_cache_gib is None
+    free = free_bytes(jax.devices()[0], cache.memory_utilization if by_memory else 1.0)
+    if not on_cpu:  # host RAM is not partitioned: what programs take there is not set aside
+        free -= largest_step_bytes(shapes)
+    return size_pool(
+        cache,
+        bytes_per_page=pool_page_bytes(
+            shapes.model.config,
+            layout=shapes.layout,
+            page_size=shapes.page_size,
+            dtype=jnp.dtype(shapes.kv_dtype).name,
+        ),
+        page_size=shapes.page_size,
+        max_model_len=max_model_len,
+        max_num_seqs=shapes.buckets.max_num_seqs,
+        free_bytes=free,
+        on_cpu=on_cpu,
+    )
