@@ -198,29 +198,11 @@ def _single_token_rows(batch, options, num_items):
         scores = jnp.einsum("ikgd,ikcd->ikgc", query[row], keys, precision="highest")
         scores = _mask(scores, seen[:, None, None, :], options)
 
-        # Merge the items of a row, and both with what the row had before this step.
+        # A step's rows follow each other from row[0] on.
         owner = jnp.minimum(row - row[0], reach - 1)  # i32[I]
         owns = (owner[None, :] == jnp.arange(reach, dtype=jnp.int32)[:, None]) & live[None, :]
         old = _Softmax(*(lax.dynamic_slice_in_dim(x, row[0], reach) for x in state))
-        item_top = jnp.where(owns[:, :, None, None], jnp.max(scores, axis=-1)[None], NEG)
-        top = jnp.maximum(old.top, jnp.max(item_top, axis=1))  # f32[reach, K, G]
-        weights = jnp.exp(scores - top[owner][..., None])
-        product = jnp.einsum("ikgc,ikcd->ikgd", weights, values, precision="highest")
-        owns = owns.astype(jnp.float32)
-        add = functools.partial(jnp.einsum, "ri,i...->r...", owns, precision="highest")
-        # A row whose keys or values are NaN must not reach the others through 0 * NaN in these sums:
-        # its items count as nothing, and its own total becomes NaN.
-        total = jnp.sum(weights, axis=-1)
-        sound = jnp.isfinite(total) & jnp.all(jnp.isfinite(product), axis=-1)  # bool[I, K, G]
-        total = add(jnp.where(sound, total, 0.0))
-        total = jnp.where(add(jnp.where(sound, 0.0, 1.0)) > 0, jnp.nan, total)
-        fade = jnp.exp(old.top - top)
-        new = _Softmax(
-            top,
-            old.total * fade + total,
-            old.acc * fade[..., None] + add(jnp.where(sound[..., None], product, 0.0)),
-        )
-        both = zip(state, new, strict=True)
+        both = zip(state, _merge_items(old, scores, values, owner, owns), strict=True)
         return _Softmax(*(lax.dynamic_update_slice_in_dim(x, y, row[0], axis=0) for x, y in both))
 
     # `reach` spare rows: a window of rows that begins at the last one still fits.
@@ -230,6 +212,34 @@ def _single_token_rows(batch, options, num_items):
     fill = (0, num_tokens - num_rows)
     # Rows beyond ranges[0] saw nothing and have total 0: _finish made them zeros.
     return tuple(jnp.pad(x[:num_rows], (fill, *((0, 0),) * (x.ndim - 1))) for x in done)
+
+
+def _merge_items(old, scores, values, owner, owns):
+    """Merge the items of each row, and both with what the row had before.
+
+    Args:
+        old: the softmaxes of R rows, [R, K, G, ..].
+        scores: f32[I, K, G, page], masked. values: f32[I, K, page, D].
+        owner: i32[I], an item's row. owns: bool[R, I], the same but for items that are not live.
+    """
+    item_top = jnp.where(owns[:, :, None, None], jnp.max(scores, axis=-1)[None], NEG)
+    top = jnp.maximum(old.top, jnp.max(item_top, axis=1))  # f32[R, K, G]
+    weights = jnp.exp(scores - top[owner][..., None])
+    product = jnp.einsum("ikgc,ikcd->ikgd", weights, values, precision="highest")
+    total = jnp.sum(weights, axis=-1)
+    owned = owns.astype(jnp.float32)
+    add = functools.partial(jnp.einsum, "ri,i...->r...", owned, precision="highest")
+    # A row whose keys or values are NaN must not reach the others through 0 * NaN in these sums: its
+    # items count as nothing, and its own total becomes NaN.
+    sound = jnp.isfinite(total) & jnp.all(jnp.isfinite(product), axis=-1)  # bool[I, K, G]
+    total = add(jnp.where(sound, total, 0.0))
+    total = jnp.where(add(jnp.where(sound, 0.0, 1.0)) > 0, jnp.nan, total)
+    fade = jnp.exp(old.top - top)
+    return _Softmax(
+        top,
+        old.total * fade + total,
+        old.acc * fade[..., None] + add(jnp.where(sound[..., None], product, 0.0)),
+    )
 
 
 def _chunk_rows(batch, options, tiles, results):
