@@ -77,9 +77,7 @@ VARIANTS = {
         ),
         "mha bf16 16/16/128": Attention(heads=(16, 16, 128), sinks=True),
         "mqa bf16 32/1/128": Attention(heads=(32, 1, 128)),
-        "bf16 32/8/128 all options": Attention(
-            heads=(32, 8, 128), sinks=True, options=EVERYTHING
-        ),
+        "bf16 32/8/128 all options": Attention(heads=(32, 8, 128), sinks=True, options=EVERYTHING),
         "int8 32/8/128 all options": Attention(
             heads=(32, 8, 128), kv_dtype="int8", sinks=True, options=EVERYTHING
         ),

@@ -117,9 +117,7 @@ def main() -> None:
         print(json.dumps({"name": name, **row}), flush=True)
 
     report("control: 192 wide", compile_control(chip))
-    cases = attention_cases.cases(
-        "tpu", flags.heads, flags.steps, flags.kv_dtypes, flags.variants
-    )
+    cases = attention_cases.cases("tpu", flags.heads, flags.steps, flags.kv_dtypes, flags.variants)
     for name, case in cases.items():
         report(name, compile_attention(chip, case))
     for name in attention_cases.chosen(flags.models, full_step.MODELS):

@@ -7,7 +7,9 @@ those that `StepShapes` gives the executor, placed by `model.sharding`; nothing 
 
 import collections
 import dataclasses
+from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
@@ -55,7 +57,7 @@ SPARE_BYTES = 2 * 2**30
 def step_shapes(config: ModelConfig, backend: str, target: Target) -> StepShapes:
     """What the executor would compile for a model shared by the target's devices."""
     sharding.check_model(config, target.num_devices)
-    mesh = target.mesh if target.num_devices > 1 else None
+    mesh = target.context if target.num_devices > 1 else None
     model = build_model(config, DTYPE, AttentionKernel(backend=backend, mesh=mesh, axis=AXIS))
     page_size = dispatch.pick_page_size(
         backend, max_num_seqs=BUCKETS.max_num_seqs, max_model_len=MAX_MODEL_LEN
@@ -121,7 +123,14 @@ def row_name(name: str, depth: int, target: Target) -> str:
     return f"{name} {depth} of {MODELS[name].num_layers} layers{shared}"
 
 
-def compile_step(name: str, depth: int, backend: str, target: Target) -> dict:
+def compile_step(
+    name: str,
+    depth: int,
+    backend: str,
+    target: Target,
+    *,
+    look: Callable[[jax.stages.Compiled], None] = lambda compiled: None,
+) -> dict:
     """One row of the report.
 
     Args:
@@ -129,6 +138,7 @@ def compile_step(name: str, depth: int, backend: str, target: Target) -> dict:
         depth: layers to compile.
         backend: of attention.
         target: the devices.
+        look: is shown each compiled program.
 
     Returns:
         Bytes of each device; "full_gib" is "hbm_mib" with params and pages of the missing layers
@@ -145,11 +155,10 @@ def compile_step(name: str, depth: int, backend: str, target: Target) -> dict:
         donated = [arguments[i] for i in program.donated]
         pools = arguments[1][0].data if kind == "layers" else ()
         try:
-            compiled, spent = target.compile(
-                program.function, *arguments, donate=program.donated
-            )
+            compiled, spent = target.compile(program.function, *arguments, donate=program.donated)
         except REFUSALS as error:
             return {"fault": f"{kind}: {refusal(error)}"}
+        look(compiled)
         found = look_at(compiled, donated, pools)
         exchanged[kind] = collectives(compiled)
         beyond = found["hbm_mib"] - local_bytes(arguments) / 2**20

@@ -36,8 +36,9 @@ class Target:
         abstract = jax.sharding.AbstractDevice(
             device_kind=devices[0].device_kind, num_cores=num_cores, platform=platform
         )
-        # Kernels that ask what they are compiled for read it from the context.
-        self._context = jax.sharding.AbstractMesh(
+        # Kernels that ask what they are compiled for read it from the context; `shard_map` takes no
+        # mesh that differs from it.
+        self.context = jax.sharding.AbstractMesh(
             (self.num_devices,),
             (AXIS,),
             axis_types=self.mesh.axis_types,
@@ -63,7 +64,7 @@ class Target:
     def compile(self, function, *arguments, donate: tuple[int, ...] = ()):
         """(compiled, seconds)."""
         begin = time.monotonic()
-        with jax.sharding.use_abstract_mesh(self._context):
+        with jax.sharding.use_abstract_mesh(self.context):
             lowered = jax.jit(function, donate_argnums=donate).lower(*arguments)
         return lowered.compile(), time.monotonic() - begin
 
