@@ -13,6 +13,7 @@ from jax.experimental import topologies
 from scripts.aot import attention_cases, controls_gpu, full_step, kernel_dumps
 from scripts.aot.attention_cases import Attention
 from scripts.aot.kernel_dumps import Kernel, KernelDumps
+from scripts.aot.page_copy_cases import PageCopy, page_copies
 from scripts.aot.target import REFUSALS, Target, look_at, refusal
 
 DESCRIPTION = Path(__file__).with_name("h200.txtpb")
@@ -93,6 +94,14 @@ def compile_attention(target: Target, dumps: KernelDumps, case: Attention) -> di
     return row
 
 
+def compile_copy(target: Target, dumps: KernelDumps, case: PageCopy) -> dict:
+    """One row of the report."""
+    arguments = target.place(case.arguments)
+    return compile_program(
+        target, dumps, case.function, arguments, donate=case.donate, pools=arguments[0].data
+    )
+
+
 def compile_step(target: Target, dumps: KernelDumps, name: str, depth: int) -> dict:
     """One row of the report: the engine's programs, and the kernels in them."""
     config = full_step.MODELS[name]
@@ -135,6 +144,7 @@ def main() -> None:
     parser.add_argument("--steps", default=attention_cases.DEFAULT_STEPS)
     parser.add_argument("--kv_dtypes", default="bfloat16")
     parser.add_argument("--variants", default="all")
+    parser.add_argument("--copies", default="all")
     parser.add_argument("--models", default="llama-3-8b")
     parser.add_argument("--layers", default="4")
     parser.add_argument("--devices", default="1,8")
@@ -151,6 +161,8 @@ def main() -> None:
     cases = attention_cases.cases("gpu", flags.heads, flags.steps, flags.kv_dtypes, flags.variants)
     for name, case in cases.items():
         report(name, compile_attention(target, dumps, case))
+    for name, case in attention_cases.chosen(flags.copies, page_copies("gpu")).items():
+        report(name, compile_copy(target, dumps, case))
     for name in attention_cases.chosen(flags.models, full_step.MODELS):
         for num_devices in map(int, flags.devices.split(",")):
             shared = make_target(num_devices)

@@ -13,6 +13,7 @@ from pallas_kernels import compat
 from pallas_kernels.ragged_paged_attention import tpu
 from scripts.aot import attention_cases, full_step
 from scripts.aot.attention_cases import MIN_POOL_BYTES, Attention
+from scripts.aot.page_copy_cases import PageCopy, page_copies
 from scripts.aot.target import REFUSALS, Target, look_at, refusal
 
 
@@ -52,6 +53,17 @@ def compile_attention(chip: Target, case: Attention) -> dict:
         return {**row, "fault": refusal(error)}
     found = look_at(compiled, kv if case.writes else (), kv.data)
     return {**row, "compile_s": seconds, **found}
+
+
+def compile_copy(chip: Target, case: PageCopy) -> dict:
+    """One row of the report."""
+    arguments = chip.place(case.arguments)
+    try:
+        compiled, seconds = chip.compile(case.function, *arguments, donate=case.donate)
+    except REFUSALS as error:
+        return {"fault": refusal(error)}
+    found = look_at(compiled, [arguments[i] for i in case.donate], arguments[0].data)
+    return {"compile_s": seconds, **found}
 
 
 def compile_step(chips: Target, name: str, depth: int) -> dict:
@@ -106,6 +118,7 @@ def main() -> None:
     parser.add_argument("--steps", default=attention_cases.DEFAULT_STEPS)
     parser.add_argument("--kv_dtypes", default="bfloat16")
     parser.add_argument("--variants", default="all")
+    parser.add_argument("--copies", default="all")
     parser.add_argument("--models", default="all")
     parser.add_argument("--layers", default="2")
     flags = parser.parse_args()
@@ -120,6 +133,8 @@ def main() -> None:
     cases = attention_cases.cases("tpu", flags.heads, flags.steps, flags.kv_dtypes, flags.variants)
     for name, case in cases.items():
         report(name, compile_attention(chip, case))
+    for name, case in attention_cases.chosen(flags.copies, page_copies("tpu")).items():
+        report(name, compile_copy(chip, case))
     for name in attention_cases.chosen(flags.models, full_step.MODELS):
         for target in (chip, chips):
             hbm = int(flags.hbm_gib * 2**30)

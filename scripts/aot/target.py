@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+WHOLE = P()  # every device holds all of it
 AXIS = "model"  # the mesh axis that several devices share a model over
 # What lowering and compiling raise where a kernel or a program is refused; all else ends the worker.
 REFUSALS = (RuntimeError, ValueError, AssertionError)
@@ -45,7 +46,7 @@ class Target:
             abstract_device=abstract,
         )
 
-    def array(self, shape: tuple[int, ...], dtype, spec: P = P()) -> jax.ShapeDtypeStruct:
+    def array(self, shape: tuple[int, ...], dtype, spec: P = WHOLE) -> jax.ShapeDtypeStruct:
         """An abstract array on the devices."""
         if self.num_devices == 1:
             placed = jax.sharding.SingleDeviceSharding(self.mesh.devices[0])
@@ -53,7 +54,7 @@ class Target:
             placed = jax.sharding.NamedSharding(self.mesh, spec)
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=placed)
 
-    def place(self, tree: Any, specs: Any = P()) -> Any:
+    def place(self, tree: Any, specs: Any = WHOLE) -> Any:
         """Arrays or abstract arrays as abstract arrays on the devices; a spec may serve a subtree."""
 
         def one(spec: P, part: Any) -> Any:
