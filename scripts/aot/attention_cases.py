@@ -5,8 +5,8 @@ Read by the workers. Invariant: a case is data; a kernel that learns something n
 
 import dataclasses
 import functools
+from typing import Any
 
-import jax
 
 from pallas_kernels import dispatch
 from pallas_kernels.page_bytes import page_bytes
@@ -141,7 +141,7 @@ def call_and_arguments(target: Target, case: Attention, backend: str):
         "sinks": array((num_heads,), "float32") if case.sinks else None,
     }
 
-    def call(*arrays: jax.Array):
+    def call(*arrays: Any):
         out, kv, lse = ragged_paged_attention(
             *arrays, sm_scale=head_dim**-0.5, backend=backend, **case.options
         )

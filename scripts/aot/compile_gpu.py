@@ -45,10 +45,15 @@ def resident(case: Attention) -> tuple[str, ...]:
 
 
 def figures(kernels: dict[str, Kernel]) -> dict:
-    """The values of a row: one entry for each kernel, parted by blanks, in the order of "kernels"."""
+    """The values of a row: one entry for each kernel, parted by blanks, in the order of "kernels".
+
+    None where a program has no kernel.
+    """
+    if not kernels:
+        return {}
     values = kernels.values()
     return {
-        "kernels": " ".join(kernels) or "-",
+        "kernels": " ".join(kernels),
         "registers": " ".join(str(kernel.registers) for kernel in values),
         "spill_bytes": " ".join(str(kernel.spill_bytes) for kernel in values),
         "smem_kib": " ".join(f"{kernel.smem_bytes / 2**10:.1f}" for kernel in values),
@@ -89,7 +94,7 @@ def compile_attention(target: Target, dumps: KernelDumps, case: Attention) -> di
         pools=arguments["kv"].data,
         limited=resident(case),
     )
-    if not row["fault"] and row["kernels"] == "-":
+    if not row["fault"] and "kernels" not in row:
         row["fault"] = "no kernel in the program"
     return row
 
