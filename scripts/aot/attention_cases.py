@@ -7,7 +7,6 @@ import dataclasses
 import functools
 from typing import Any
 
-
 from pallas_kernels import dispatch
 from pallas_kernels.page_bytes import page_bytes
 from pallas_kernels.ragged_paged_attention import KVPages, arg_specs, ragged_paged_attention
