@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from jaxtyping import Array, Float
 from jaxserve.model.kv_scales import KVScales
 from jaxserve.model.layers import Linear
 from jaxserve.model.rope import rotate
+from jaxserve.model.sharding import over_heads
 from jaxserve.model_config import ModelConfig
 from pallas_kernels.ragged_paged_attention.api import ragged_paged_attention
 from pallas_kernels.ragged_paged_attention.layout import KVPages
@@ -40,10 +42,21 @@ class AttentionKernel:
     Args:
         backend: a name of `pallas_kernels.dispatch`, "auto" resolved.
         interpret: run a Pallas kernel in its interpreter, on the CPU and slowly.
+        mesh: devices that share the model, each attending with its own KV heads; None for one.
+        axis: the axis of the mesh that the heads are cut by.
     """
 
     backend: str
     interpret: bool = False
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None
+    axis: str = "model"
+
+    @property
+    def attend(self) -> Callable[..., Any]:
+        """`ragged_paged_attention`, on every device of the mesh where there is one."""
+        if self.mesh is None:
+            return ragged_paged_attention
+        return over_heads(ragged_paged_attention, self.mesh, self.axis)
 
 
 class Attention(nnx.Module):
@@ -85,7 +98,7 @@ class Attention(nnx.Module):
         def heads(y: jax.Array) -> jax.Array:
             return y.reshape(y.shape[0], -1, self.head_dim)
 
-        out, kv, _ = ragged_paged_attention(
+        out, kv, _ = self.kernel.attend(
             rotate(heads(self.q(x)), cos, sin),
             rotate(heads(self.k(x)), cos, sin),
             heads(self.v(x)),
