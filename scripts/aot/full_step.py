@@ -74,6 +74,7 @@ def step_shapes(config: ModelConfig, backend: str, target: Target) -> StepShapes
         max_pages=MAX_MODEL_LEN // page_size,
         layout=layout,
         dtype=DTYPE,
+        kv_dtype=DTYPE,
         layers_per_program=config.num_layers,
     )
 
@@ -84,7 +85,7 @@ def argument_specs(program: Program, model: ModelFunctions, layout: str) -> tupl
     pages = [sharding.pages_spec(layout, AXIS)] * model.config.num_layers
     return {
         "embed": (params["embed"], P()),
-        "layers": (model.layer_params(params), pages, P(), P(), P()),
+        "layers": (model.layer_params(params), pages, P(), P(), P(), P(AXIS)),
         "select": (P(), P()),
         "sample": (model.head_params(params), P(), P()),
     }[program.key[0]]
