@@ -1,4 +1,6 @@
-"""Every command and every Python block of the README runs, with the tiny model in place of the real one."""
+"""Every command and every Python block of the README runs, with the tiny model in place of the real one,
+and so do the jaxserve commands of docs/kernels.md.
+"""
 
 import re
 import shlex
@@ -12,7 +14,9 @@ from tests.llms import TINY
 
 pytestmark = pytest.mark.timeout(240)
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+KERNELS = (ROOT / "docs" / "kernels.md").read_text()
 SCRIPTS = {"scripts/quickstart", "scripts/test"}  # run by .ci/run
 FAST = [
     "--max_model_len=128",
@@ -22,13 +26,13 @@ FAST = [
 ]
 
 
-def blocks(language: str) -> list[str]:
-    found = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+def blocks(language: str, text: str = README) -> list[str]:
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     return [text for name, text in found if name == language]
 
 
-def commands() -> list[str]:
-    return [line for block in blocks("") for line in block.splitlines()]
+def commands(text: str = README) -> list[str]:
+    return [line for block in blocks("", text) for line in block.splitlines()]
 
 
 def test_scripts_of_the_readme_are_what_ci_runs(repository):
@@ -38,12 +42,14 @@ def test_scripts_of_the_readme_are_what_ci_runs(repository):
     assert all(script in ci for script in named)
 
 
-@pytest.mark.parametrize("command", [c for c in commands() if c not in SCRIPTS])
+@pytest.mark.parametrize("command", [c for c in commands() + commands(KERNELS) if c not in SCRIPTS])
 def test_command(command, repository, tmp_path):
     program, *arguments = shlex.split(command)
     assert program == ".venv/bin/jaxserve"
     arguments = [
-        a.replace("smollm2-135m-instruct", str(TINY)).replace("scripts/", f"{repository}/scripts/")
+        a.replace("smollm2-135m-instruct", str(TINY))
+        .replace("=checkpoints/tiny_llama", f"={TINY}")
+        .replace("scripts/", f"{repository}/scripts/")
         for a in arguments
     ]
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "hi", "max_tokens": 3}\n')
