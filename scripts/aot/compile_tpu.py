@@ -121,10 +121,11 @@ def main() -> None:
     parser.add_argument("--copies", default="all")
     parser.add_argument("--models", default="all")
     parser.add_argument("--layers", default="2")
+    parser.add_argument("--devices", default="1,8")
     flags = parser.parse_args()
     devices = topologies.get_topology_desc(platform="tpu", topology_name=flags.topology).devices
     cores = getattr(devices[0], "num_cores", 1)
-    chip, chips = Target(devices[:1], "tpu", cores), Target(devices, "tpu", cores)
+    chip = Target(devices[:1], "tpu", cores)
 
     def report(name: str, row: dict) -> None:
         print(json.dumps({"name": name, **row}), flush=True)
@@ -136,7 +137,8 @@ def main() -> None:
     for name, case in attention_cases.chosen(flags.copies, page_copies("tpu")).items():
         report(name, compile_copy(chip, case))
     for name in attention_cases.chosen(flags.models, full_step.MODELS):
-        for target in (chip, chips):
+        for num_devices in map(int, flags.devices.split(",")):
+            target = Target(devices[:num_devices], "tpu", cores)
             hbm = int(flags.hbm_gib * 2**30)
             depth = full_step.pick_depth(name, flags.layers, "tpu", target, hbm)
             report(full_step.row_name(name, depth, target), compile_step(target, name, depth))
