@@ -5,7 +5,8 @@ already. The kernel itself is `gpu_chunks_kernel`; this module makes its list of
 and unpacks results. Compiled for sm_90a and run in Pallas' interpreter; it has not run on hardware,
 and tile and stage counts are reasoned, not tuned.
 
-Invariant: what this kernel does not serve is refused by name before anything is compiled.
+Invariant: dtypes, page size and head_dim have been looked at in `dispatch`; any number of heads is
+served.
 """
 
 import dataclasses
@@ -28,9 +29,6 @@ from pallas_kernels.ragged_paged_attention.gpu_blocks import (
 )
 from pallas_kernels.ragged_paged_attention.gpu_chunks_kernel import (
     NUM_COMPUTE,
-    NUM_LANDING,
-    NUM_PROGRAMS,
-    TILE_ROWS,
     WG_ROWS,
     Plan,
     Refs,
@@ -71,55 +69,40 @@ def attend_chunks(
 
     Returns:
         (out bf16[T, H, D], lse f32[T, H]).
-
-    Raises:
-        NotImplementedError: what the kernel does not serve, by name.
     """
-    _refuse(q, pool)
-    plan = make_plan(q, pool, kv_lens.shape[0], window, soft_cap, sinks is not None)
+    plan = make_plan(
+        q,
+        pool,
+        kv_lens.shape[0],
+        window=window,
+        soft_cap=soft_cap,
+        has_sinks=sinks is not None,
+        interpreted=bool(interpret),
+    )
     arrays = (q, pool, kv_lens - kv_starts, table, cu_q_lens, ranges, k_scale, v_scale, sinks)
     return _attend(*arrays, sm_scale=sm_scale, plan=plan, interpret=interpret)
 
 
-def make_plan(q, pool, num_rows: int, window, soft_cap, has_sinks: bool) -> Plan:
-    """What to compile for a call; q [T, H, D] and pool [N, K, 2, 64, D] may be abstract."""
+def make_plan(q, pool, num_rows: int, **options) -> Plan:
+    """What to compile for a call.
+
+    Args:
+        q: [T, H, D], abstract or not. pool: [N, K, 2, 64, D], likewise.
+        num_rows: S.
+        options: the other fields of `Plan`.
+    """
     num_tokens, num_heads, head_dim = q.shape
     plan = Plan(
         num_kv_heads=pool.shape[1],
         group=num_heads // pool.shape[1],
         head_dim=head_dim,
         kv_dtype=pool.dtype,
-        window=window,
-        soft_cap=soft_cap,
-        has_sinks=has_sinks,
+        **options,
     )
-    if plan.tile_tokens < 1:
-        raise NotImplementedError(
-            f"q: {plan.group} heads a KV head; attention backend 'gpu' serves at most {TILE_ROWS} "
-            "query rows of 1, 2, 4 or 8 tokens, whichever is a multiple of 8"
-        )
     # Every row with tokens may have a last tile of one token.
     rows = min(num_rows, num_tokens)
     size = plan.tile_tokens
     return dataclasses.replace(plan, num_tiles=(num_tokens + rows * (size - 1)) // size)
-
-
-def _refuse(q, pool) -> None:
-    head_dim, page = q.shape[-1], pool.shape[3]
-    if q.dtype != BF16:
-        raise NotImplementedError(f"q: {q.dtype}, attention backend 'gpu' serves bfloat16")
-    # At 256 the accumulator alone takes half of the registers, and they spill.
-    if head_dim not in (64, 128):
-        raise NotImplementedError(
-            f"head_dim={head_dim}: attention backend 'gpu' serves chunks of 64 and 128"
-        )
-    if page != PAGE:
-        raise NotImplementedError(f"page_size={page}: attention backend 'gpu' serves {PAGE}")
-    served = ("bfloat16", "int8", "float8_e4m3fn", "float8_e5m2")
-    if jnp.dtype(pool.dtype).name not in served:
-        raise NotImplementedError(
-            f"kv dtype {pool.dtype}: attention backend 'gpu' serves {', '.join(served)}"
-        )
 
 
 # A jit of its own: an unrolled model traces and lowers it once, not once per layer.
@@ -140,14 +123,13 @@ def _attend(
     interpret,
 ):
     """(out, lse) of `attend_chunks`; kv_lens from a row's first page."""
-    num_tokens, num_heads, head_dim = q.shape
-    kv_heads, group = plan.num_kv_heads, plan.group
+    num_tokens, head_dim = q.shape[0], q.shape[2]
     work = _make_work(plan, num_tokens, kv_lens, cu_q_lens, ranges)
-    packed = q.reshape(num_tokens, kv_heads, group, head_dim)[work.source]
-    packed = packed.swapaxes(0, 1).reshape(kv_heads, -1, head_dim)  # [K, packed * G, D]
+    packed = _split(plan, q)[work.source].swapaxes(0, 1)  # [heads, places, rows of a token, D]
+    packed = packed.reshape(plan.heads, -1, head_dim)
     inputs = {
         # A warpgroup reads all its rows, though the last tile may not have them.
-        "q": jnp.pad(packed, ((0, 0), (0, TILE_ROWS), (0, 0))),
+        "q": jnp.pad(packed, ((0, 0), (0, plan.tile_rows), (0, 0))),
         "pool": pool,
         "table": table,
         "tiles": work.tiles,
@@ -155,14 +137,30 @@ def _attend(
         "scales": _scales(plan, sm_scale, k_scale, v_scale),
     }
     if sinks is not None:
-        rows = jnp.arange(TILE_ROWS, dtype=I32) % group
-        inputs["sinks"] = sinks.reshape(kv_heads, group)[:, rows] * F32(LOG2E)
+        head_row = jnp.arange(plan.tile_rows, dtype=I32) % plan.token_rows
+        inputs["sinks"] = _split(plan, sinks[None])[0][:, head_row] * F32(LOG2E)
     out, lse = _call(plan, interpret, inputs)
-    out = out[:, : packed.shape[1]].reshape(kv_heads, -1, group, head_dim)
-    out = out[:, work.target].swapaxes(0, 1)  # [T, K, G, D]
-    head_row = work.tile_row[:, None] + jnp.arange(group, dtype=I32)[None]  # i32[T, G]
-    lse = lse[:, work.tile[:, None], head_row].swapaxes(0, 1)  # f32[T, K, G]
-    return out.reshape(q.shape), lse.reshape(num_tokens, num_heads)
+    out = out[:, : packed.shape[1]].reshape(plan.heads, -1, plan.token_rows, head_dim)
+    out = out[:, work.target].swapaxes(0, 1)  # [T, heads, rows of a token, D]
+    head_row = work.tile_row[:, None] + jnp.arange(plan.token_rows, dtype=I32)[None]
+    lse = lse[:, work.tile[:, None], head_row].swapaxes(0, 1)  # [T, heads, rows of a token]
+    return _join(plan, out), _join(plan, lse)
+
+
+def _split(plan: Plan, x):
+    """[T, H, ..] -> [T, heads, rows of a token, ..]: as the plan cuts and pads the heads."""
+    rest = x.shape[2:]
+    x = x.reshape(x.shape[0], plan.num_kv_heads, plan.group, *rest)
+    extra = plan.passes * plan.token_rows - plan.group
+    x = jnp.pad(x, [(0, 0), (0, 0), (0, extra)] + [(0, 0)] * len(rest))
+    return x.reshape(x.shape[0], plan.heads, plan.token_rows, *rest)
+
+
+def _join(plan: Plan, x):
+    """The inverse of `_split`."""
+    rest = x.shape[3:]
+    x = x.reshape(x.shape[0], plan.num_kv_heads, plan.passes * plan.token_rows, *rest)
+    return x[:, :, : plan.group].reshape(x.shape[0], plan.num_kv_heads * plan.group, *rest)
 
 
 def _scales(plan: Plan, sm_scale, k_scale, v_scale):
@@ -200,7 +198,7 @@ def _make_work(plan: Plan, num_tokens: int, kv_lens, cu_q_lens, ranges) -> _Work
     local = (ends[of] - 1 - tile) * size
     count = jnp.minimum(size, new[of] - local)
     position = kv_lens[of] - new[of] + local
-    tiles = jnp.stack([of, (starts[of] + local) * plan.group, count, position], axis=1)
+    tiles = jnp.stack([of, (starts[of] + local) * plan.token_rows, count, position], axis=1)
 
     num_places = -(-(num_tokens + min(num_rows, num_tokens) * (step - 1)) // step) * step
     of, place = _owners(stops, num_places)
@@ -214,7 +212,7 @@ def _make_work(plan: Plan, num_tokens: int, kv_lens, cu_q_lens, ranges) -> _Work
         source=source,
         target=jnp.clip(starts[row] + local, 0, num_places - 1),
         tile=jnp.clip(ends[row] - 1 - local // size, 0, plan.num_tiles - 1),
-        tile_row=(local % size) * plan.group,
+        tile_row=(local % size) * plan.token_rows,
     )
 
 
@@ -229,7 +227,7 @@ def _call(plan: Plan, interpret, inputs: dict):
     """Call the kernel; arguments by the names in `Refs`."""
     outputs = {
         "out": jax.ShapeDtypeStruct(inputs["q"].shape, BF16),
-        "lse": jax.ShapeDtypeStruct((plan.num_kv_heads, plan.num_tiles, TILE_ROWS), F32),
+        "lse": jax.ShapeDtypeStruct((plan.heads, plan.num_tiles, plan.tile_rows), F32),
     }
     names = (*inputs, *outputs)
 
@@ -240,7 +238,7 @@ def _call(plan: Plan, interpret, inputs: dict):
         body,
         out_type=tuple(outputs.values()),
         scratch_types=_scratch(plan),
-        grid=(min(NUM_PROGRAMS, plan.num_tiles * plan.num_kv_heads),),
+        grid=(plan.num_programs,),
         grid_names=("program",),
         num_threads=NUM_COMPUTE + 1,
         thread_name="warpgroup",
@@ -258,12 +256,12 @@ def _scratch(plan: Plan) -> dict[str, Any]:
         "rows": compat.SMEM((compute, WG_ROWS), F32),
         "kv": _tiled((plan.num_slots, 2, PAGE, dim), BF16),
         "arrived": compat.Barrier(num_arrivals=1 + plan.has_sinks, num_barriers=compute),
-        "landed": compat.Barrier(num_arrivals=2, num_barriers=NUM_LANDING),
+        "landed": compat.Barrier(num_arrivals=2, num_barriers=plan.num_landing),
         "full": compat.Barrier(num_barriers=plan.num_slots),
         "empty": compat.Barrier(num_arrivals=compute, num_barriers=plan.num_slots),
     }
     if plan.widens:
-        scratch["narrow"] = _tiled((NUM_LANDING, 2, PAGE, dim), plan.kv_dtype)
+        scratch["narrow"] = _tiled((plan.num_landing, 2, PAGE, dim), plan.kv_dtype)
     return scratch
 
 

@@ -1,18 +1,21 @@
 """The body of the Hopper kernel that attends rows with several new tokens.
 
-Called by `gpu_chunks`, which makes the list of tiles, packs the queries and refuses what does not
-fit.
+Called by `gpu_chunks`, which makes the list of tiles and packs the queries.
 
 A row's queries that share a KV head are one list of query rows, token by token, the G heads of a
-token side by side. A tile is up to 64 query rows for each compute warpgroup, starting at a token:
-short chunks and grouped heads fill the rows of wgmma alike. Lists begin at a multiple of 8 rows of a
-packed array: so a tile is copied straight from and to the swizzled buffers of wgmma, in blocks of 8
-rows, and a list's last block is its own. Programs walk over a list of tiles made on the device, so
-nothing runs for tiles that the batch does not have.
+token side by side. A tile is 64 or 128 query rows of it, starting at a token: short chunks and grouped
+heads fill the rows of wgmma alike. Lists begin at a multiple of 8 rows of a packed array: so a tile
+is copied straight from and to the swizzled buffers of wgmma, in blocks of 8 rows, and a list's last
+block is its own. Programs walk over a list of tiles made on the device, so nothing runs for tiles
+that the batch does not have.
 
-    memory warpgroup    for each page of a tile: TMA into a slot of the ring, wait until it has
-                        landed, clean or widen it, hand it over
+    memory warpgroup    for each page of each tile: TMA into a slot of the ring, wait until it has
+                        landed, clean or widen it, hand it over; loads run ahead into the next tile
     compute warpgroups  for each page: S = Q K^T, mask, online softmax in f32, O = O * alpha + P V
+
+The two compute warpgroups divide a tile by query rows, 64 each. O of 64 rows and 256 columns would
+take half of the registers and spill: at head_dim 256 they divide its columns instead, and each
+computes all of S.
 
 Invariants:
 - Positions are counted from a row's first page (`kv_lens - kv_starts`): attention depends on
@@ -53,14 +56,13 @@ from pallas_kernels.ragged_paged_attention.gpu_blocks import (
 
 NUM_COMPUTE = 2  # compute warpgroups
 WG_ROWS = 64  # query rows of each: M of wgmma
-TILE_ROWS = NUM_COMPUTE * WG_ROWS
+WG_COLUMNS = 128  # the most columns of O that one holds in registers
 BLOCK = 64  # columns of a swizzled buffer
 EIGHT = 8  # rows of a block of a swizzled buffer
 # As many programs as an H100 or H200 has multiprocessors; one fits on each.
 NUM_PROGRAMS = 132
 # Registers a thread: three warpgroups share 65,536, which would be 168 each.
 MEMORY_REGISTERS, COMPUTE_REGISTERS = 40, 232
-NUM_LANDING = 3  # slots of the ring that TMA writes to
 PER_ROW = ROWS.reduce(1)  # f32 [M], one value for each row of a product
 
 
@@ -75,6 +77,7 @@ class Plan:
         kv_dtype: element type of the pool.
         num_tiles: the most tiles that a batch of this bucket can have.
         window, soft_cap, has_sinks: options of the call.
+        interpreted: whether it runs in the interpreter, where every program costs time.
     """
 
     num_kv_heads: int
@@ -85,16 +88,56 @@ class Plan:
     window: int | None
     soft_cap: float | None
     has_sinks: bool
+    interpreted: bool
+
+    @property
+    def column_parts(self) -> int:
+        """Warpgroups that share the columns of a query row."""
+        return -(-self.head_dim // WG_COLUMNS)
+
+    @property
+    def wg_columns(self) -> int:
+        """Columns of O of a compute warpgroup."""
+        return self.head_dim // self.column_parts
+
+    @property
+    def tile_rows(self) -> int:
+        """Query rows of a tile: 128, or 64 where the warpgroups share columns."""
+        return NUM_COMPUTE // self.column_parts * WG_ROWS
+
+    @property
+    def passes(self) -> int:
+        """Passes over a KV head; more than one only where a token has more query rows than a tile."""
+        return -(-self.group // self.tile_rows)
+
+    @property
+    def heads(self) -> int:
+        """(KV head, pass) pairs."""
+        return self.num_kv_heads * self.passes
+
+    @property
+    def token_rows(self) -> int:
+        """Query rows of a token in a pass: its heads, and padding where whole blocks of them as they
+        are would take more rows than a tile has."""
+        rows = -(-self.group // self.passes)
+        fits = math.lcm(rows, EIGHT) <= self.tile_rows
+        return rows if fits else -(-rows // EIGHT) * EIGHT
 
     @property
     def token_step(self) -> int:
         """The fewest tokens whose query rows are whole blocks of 8."""
-        return EIGHT // math.gcd(self.group, EIGHT)
+        return EIGHT // math.gcd(self.token_rows, EIGHT)
 
     @property
     def tile_tokens(self) -> int:
+        """The most tokens of a tile."""
         step = self.token_step
-        return TILE_ROWS // (self.group * step) * step
+        return self.tile_rows // (self.token_rows * step) * step
+
+    @property
+    def num_programs(self) -> int:
+        """Programs, each with every num_programs-th (tile, head) pair."""
+        return min(2 if self.interpreted else NUM_PROGRAMS, self.num_tiles * self.heads)
 
     @property
     def widens(self) -> bool:
@@ -102,9 +145,14 @@ class Plan:
         return layout.is_8bit(self.kv_dtype)
 
     @property
+    def num_landing(self) -> int:
+        """Slots of the ring that TMA writes to, as many as shared memory has room for."""
+        return 3 if self.column_parts == 1 else 2
+
+    @property
     def num_slots(self) -> int:
         """Slots that compute reads: those that TMA writes to, or those with the widened pages."""
-        return 2 if self.widens else NUM_LANDING
+        return self.num_landing - 1 if self.widens else self.num_landing
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,15 +160,15 @@ class Refs:
     """The kernel's arguments. A field left None does not exist in this program."""
 
     # GMEM
-    q: Any  # bf16[K, rows, D]
+    q: Any  # bf16[heads, rows, D]
     pool: Any  # [N, K, 2, 64, D]
     table: Any  # i32[S, P]
     tiles: Any  # i32[tiles, 4] row, first query row, tokens, position of the first token
     num_tiles: Any  # i32[1]
     scales: Any  # f32[2, K] of scores and of values
-    sinks: Any = None  # f32[K, tile_rows] times log2(e), by query row of a tile
-    out: Any  # bf16[K, rows, D]
-    lse: Any  # f32[K, tiles, tile_rows]
+    sinks: Any = None  # f32[heads, tile_rows] times log2(e), by query row of a tile
+    out: Any  # bf16[heads, rows, D]
+    lse: Any  # f32[heads, tiles, tile_rows]
     # SMEM
     queries: Any  # bf16[compute, 64, D] queries in, results out
     weights: Any  # bf16[compute, 64, 64] P
@@ -140,6 +188,7 @@ class _Tile:
 
     index: Any
     head: Any
+    kv_head: Any
     row: Any
     query_row: Any
     num_tokens: Any
@@ -167,22 +216,22 @@ class _Kernel:
         @compat.when(warpgroup < NUM_COMPUTE)
         def _():
             compat.set_max_registers(COMPUTE_REGISTERS, action="increase")
-            self.for_each_tile(functools.partial(self.attend_tile, warpgroup))
+            self.for_each_tile(functools.partial(self.attend_tile, warpgroup), I32(0))
 
-    def for_each_tile(self, do):
-        """Run `do(tile, pages so far) -> pages so far` on this program's tiles; returns the last."""
-        program = lax.axis_index("program")
-        heads = I32(self.plan.num_kv_heads)
+    def for_each_tile(self, do, state):
+        """Run `do(tile, state) -> state` on this program's tiles; returns the last state."""
+        program, programs = lax.axis_index("program"), self.plan.num_programs
+        heads = I32(self.plan.heads)
         total = self.refs.num_tiles[0] * heads
 
-        def one(i, pages):
-            item = program + i * NUM_PROGRAMS
-            index = lax.div(item, heads)
-            row, first, count, position = (self.refs.tiles[index, x] for x in range(4))
-            return do(_Tile(index, lax.rem(item, heads), row, first, count, position), pages)
+        def one(i, state):
+            item = program + i * programs
+            index, head = lax.div(item, heads), lax.rem(item, heads)
+            kv_head = lax.div(head, I32(self.plan.passes))
+            fields = (self.refs.tiles[index, x] for x in range(4))
+            return do(_Tile(index, head, kv_head, *fields), state)
 
-        num_items = _ceil_div(total - program, NUM_PROGRAMS)
-        return lax.fori_loop(I32(0), num_items, one, I32(0))
+        return lax.fori_loop(I32(0), _ceil_div(total - program, programs), one, state)
 
     def first_key(self, tile: _Tile):
         """The first position that the tile sees."""
@@ -206,8 +255,16 @@ class _Kernel:
     # -- the memory warpgroup
 
     def fetch_all(self):
-        """Bring the pages of all tiles, and wait until compute is done with the last of them."""
-        total = self.for_each_tile(self.fetch_tile)
+        """Bring the pages of all tiles, and wait until compute is done with the last of them.
+
+        A page is handed over while the next ones, be they of another tile, are on their way: what
+        compute does at the end of a tile and the start of the next does not stop the loads.
+        """
+        ahead = self.plan.num_landing - 1
+        state = (I32(0), ((I32(0), I32(0)),) * ahead)
+        total, on_their_way = self.for_each_tile(self.fetch_tile, state)
+        for i, seen in enumerate(on_their_way):
+            self.hand_over(total - ahead + i, *seen)
         last = jnp.minimum(total, self.plan.num_slots)
 
         def drain(i, _):
@@ -217,34 +274,35 @@ class _Kernel:
 
         lax.fori_loop(I32(0), last, drain, None)
 
-    def fetch_tile(self, tile: _Tile, done):
-        """Bring the pages of one tile; a page is handed over while the next ones are on their way."""
+    def fetch_tile(self, tile: _Tile, state):
+        """Bring the pages of one tile.
+
+        State is the number of pages so far, by which they are known from here on, and what is seen
+        of those on their way: [begin, end) from the start of the page.
+        """
         first, count = self.pages(tile)
-        ahead = NUM_LANDING - 1
+        begin, end = self.first_key(tile), tile.position + tile.num_tokens
 
-        def step(i, _):
-            @compat.when(i >= ahead)
-            def _():
-                self.hand_over(tile, first + i - ahead, done + i - ahead)
+        def step(i, state):
+            serial, on_their_way = state
+            self.hand_over(serial - len(on_their_way), *on_their_way[0])
+            self.load_page(tile, first + i, serial)
+            start = (first + i) * PAGE
+            return serial + 1, (*on_their_way[1:], (begin - start, end - start))
 
-            @compat.when(i < count)
-            def _():
-                self.load_page(tile, first + i, done + i)
-
-        lax.fori_loop(I32(0), count + ahead, step, None)
-        return done + count
+        return lax.fori_loop(I32(0), count, step, state)
 
     def load_page(self, tile: _Tile, page, serial):
         """Start the two copies of a page; `serial` counts the pages of this program."""
         r, plan = self.refs, self.plan
-        slot = lax.rem(serial, I32(NUM_LANDING))
+        slot = lax.rem(serial, I32(plan.num_landing))
         if not plan.widens:
             self.wait_empty(serial)
         page_id = r.table[tile.row, page]
         target = r.narrow if plan.widens else r.kv
         for x in range(2):
             compat.copy_gmem_to_smem(
-                r.pool.at[page_id, tile.head, x], target.at[slot, x], r.landed.at[slot]
+                r.pool.at[page_id, tile.kv_head, x], target.at[slot, x], r.landed.at[slot]
             )
 
     def wait_empty(self, serial):
@@ -258,44 +316,64 @@ class _Kernel:
         """Wait until TMA has written both halves of a page."""
         compat.barrier_wait(self.refs.landed.at[landing])
 
-    def hand_over(self, tile: _Tile, page, serial):
-        """Wait until a page has landed, make its values finite and bf16, and give it to compute."""
+    def hand_over(self, serial, begin, end):
+        """Wait until a page has landed, make its values finite and bf16, and give it to compute.
+
+        Its tile sees [begin, end) of it. `serial` is negative before the first page.
+        """
         r, plan = self.refs, self.plan
-        landing = lax.rem(serial, I32(NUM_LANDING))
+        landing = lax.rem(serial, I32(plan.num_landing))
         slot = lax.rem(serial, I32(plan.num_slots))
-        self.wait_landed(landing)
-        start = page * PAGE
-        end = tile.position + tile.num_tokens
-        whole = (start >= self.first_key(tile)) & (start + PAGE <= end)
-        if plan.widens:
-            self.wait_empty(serial)
-            self.widen(landing, slot)
 
-        @compat.when(jnp.logical_not(whole))
+        @compat.when(serial >= 0)
         def _():
-            self.clean(slot, self.first_key(tile) - start, end - start)
+            self.wait_landed(landing)
+            if plan.widens:
+                self.wait_empty(serial)
+                self.widen(landing, slot)
 
-        compat.barrier_arrive(r.full.at[slot])
+            @compat.when((begin > 0) | (end < PAGE))
+            def _():
+                self.clean(slot, begin, end)
+
+            compat.barrier_arrive(r.full.at[slot])
 
     def widen(self, landing, slot):
         """Convert keys and values of a page to bf16. fp8 goes through f16, the only direct way, and exact."""
         r = self.refs
+
+        def widen_columns(x, columns):
+            block = compat.layout_cast(r.narrow[landing, x, :, columns], BYTE_ROWS)
+            if block.dtype != jnp.int8:
+                block = block.astype(jnp.float16)
+            r.kv[slot, x, :, columns] = block.astype(BF16)
+
         for x in range(2):
-            for columns in _column_blocks(self.plan.head_dim):
-                block = compat.layout_cast(r.narrow[landing, x, :, columns], BYTE_ROWS)
-                if block.dtype != jnp.int8:
-                    block = block.astype(jnp.float16)
-                r.kv[slot, x, :, columns] = block.astype(BF16)
+            self.for_each_block(functools.partial(widen_columns, x))
         compat.commit_smem()
 
     def clean(self, slot, begin, end):
         """Zero the values outside [begin, end) of the page."""
-        token = compat.gpu_iota(I32, (PAGE, BLOCK), 0, layout=ROWS)
-        seen = (token >= begin) & (token < end)
-        for columns in _column_blocks(self.plan.head_dim):
+
+        def clean_columns(columns):
+            token = compat.gpu_iota(I32, (PAGE, BLOCK), 0, layout=ROWS)
             values = compat.layout_cast(self.refs.kv[slot, 1, :, columns], ROWS)
+            seen = (token >= begin) & (token < end)
             self.refs.kv[slot, 1, :, columns] = jnp.where(seen, values, jnp.zeros_like(values))
+
+        self.for_each_block(clean_columns)
         compat.commit_smem()
+
+    def for_each_block(self, do):
+        """Run `do(64 columns)` on the columns of a page.
+
+        In a loop: all addresses of a page of head_dim 256 at once would take too many registers.
+        """
+
+        def one(block, _):
+            do(compat.ds(compat.multiple_of(block * BLOCK, BLOCK), BLOCK))
+
+        lax.fori_loop(I32(0), I32(self.plan.head_dim // BLOCK), one, None)
 
     # -- a compute warpgroup
 
@@ -318,8 +396,7 @@ class _Kernel:
             else full((WG_ROWS,), MASKED, PER_ROW)
         )
         total = full((WG_ROWS,), 1.0 if plan.has_sinks else 0.0, PER_ROW)
-        blocks = len(_column_blocks(plan.head_dim))
-        acc = tuple(full((WG_ROWS, BLOCK), 0.0, ROWS) for _ in range(blocks))
+        acc = tuple(full((WG_ROWS, BLOCK), 0.0, ROWS) for _ in self.column_blocks(wg))
         state = (top, total, acc)
         begin, end = self.unmasked(tile)
         begin, end = jnp.clip(begin - first, 0, count), jnp.clip(end - first, 0, count)
@@ -333,15 +410,33 @@ class _Kernel:
         self.put_results(wg, tile, *state)
         return done + count
 
+    def first_row(self, wg):
+        """The first of this warpgroup's query rows, from the start of the tile."""
+        return lax.div(wg, I32(self.plan.column_parts)) * WG_ROWS
+
+    def first_column(self, wg):
+        """The first of this warpgroup's columns of O."""
+        part = lax.rem(wg, I32(self.plan.column_parts))
+        return compat.multiple_of(part * self.plan.wg_columns, BLOCK)
+
+    def column_blocks(self, wg):
+        """This warpgroup's columns of O in slices of 64, the least a swizzled buffer can be cut into.
+
+        O is a tuple of such blocks: adding a product to one takes a second accumulator of its size.
+        """
+        start = self.first_column(wg)
+        blocks = range(0, self.plan.wg_columns, BLOCK)
+        return [compat.ds(compat.multiple_of(start + at, BLOCK), BLOCK) for at in blocks]
+
     def take_queries(self, wg, tile: _Tile):
         """Load the query rows, and the sinks where there are any."""
         r = self.refs
         barrier = r.arrived.at[wg]
-        row = compat.multiple_of(tile.query_row + wg * WG_ROWS, EIGHT)
+        row = compat.multiple_of(tile.query_row + self.first_row(wg), EIGHT)
         source = r.q.at[tile.head, compat.ds(row, WG_ROWS)]
         compat.copy_gmem_to_smem(source, r.queries.at[wg], barrier)
         if self.plan.has_sinks:
-            sinks = r.sinks.at[tile.head, compat.ds(wg * WG_ROWS, WG_ROWS)]
+            sinks = r.sinks.at[tile.head, compat.ds(self.first_row(wg), WG_ROWS)]
             compat.copy_gmem_to_smem(sinks, r.rows.at[wg], barrier)
         compat.barrier_wait(barrier)
 
@@ -349,7 +444,7 @@ class _Kernel:
         """One step of the online softmax; state is (largest score, sum, blocks of O)."""
         r, plan = self.refs, self.plan
         top, total, acc = state
-        scores = matmul(r.queries.at[wg], r.kv.at[slot, 0].T) * r.scales[0, tile.head]
+        scores = self.products(wg, slot) * r.scales[0, tile.kv_head]
         if plan.soft_cap is not None:
             scores = jnp.tanh(scores) * F32(plan.soft_cap * LOG2E)
         if masked:
@@ -364,15 +459,30 @@ class _Kernel:
         scale = lax.broadcast_in_dim(alpha, (WG_ROWS, BLOCK), [0])
         acc = tuple(
             block * scale + matmul(r.weights.at[wg], values.at[:, columns])
-            for block, columns in zip(acc, _column_blocks(plan.head_dim), strict=True)
+            for block, columns in zip(acc, self.column_blocks(wg), strict=True)
         )
         return new_top, total, acc
+
+    def products(self, wg, slot):
+        """Q K^T of a page, f32 [64, 64]."""
+        queries, keys = self.refs.queries.at[wg], self.refs.kv.at[slot, 0]
+
+        def product(accumulator):
+            self.for_each_block(
+                lambda columns: compat.wgmma(
+                    accumulator, queries.at[:, columns], keys.at[:, columns].T
+                )
+            )
+            return accumulator[...]
+
+        return compat.run_scoped(product, compat.WgmmaAccumulator((WG_ROWS, PAGE), F32))
 
     def mask(self, wg, tile: _Tile, page, scores):
         """Scores, MASKED where a query row does not see the key."""
         plan = self.plan
-        row = wg * WG_ROWS + compat.gpu_iota(I32, (WG_ROWS,), 0, layout=PER_ROW)
-        token = lax.div(row, compat.layout_cast(jnp.full((WG_ROWS,), plan.group, I32), PER_ROW))
+        row = self.first_row(wg) + compat.gpu_iota(I32, (WG_ROWS,), 0, layout=PER_ROW)
+        rows = compat.layout_cast(jnp.full((WG_ROWS,), plan.token_rows, I32), PER_ROW)
+        token = lax.div(row, rows)
         last = token + (tile.position - page * PAGE)  # the last key of the page that a row sees
         key = compat.gpu_iota(I32, scores.shape, 1, layout=ROWS)
         seen = key <= lax.broadcast_in_dim(last, scores.shape, [0])
@@ -382,44 +492,37 @@ class _Kernel:
 
     def put_results(self, wg, tile: _Tile, top, total, acc):
         """Write the tile's results; its queries are not needed any more."""
-        r, plan = self.refs, self.plan
+        r, parts = self.refs, I32(self.plan.column_parts)
         r.rows[wg] = (top + jnp.log2(total)) * F32(1 / LOG2E)
-        factor = lax.broadcast_in_dim(r.scales[1, tile.head] / total, (WG_ROWS, BLOCK), [0])
-        for block, columns in zip(acc, _column_blocks(plan.head_dim), strict=True):
+        factor = lax.broadcast_in_dim(r.scales[1, tile.kv_head] / total, (WG_ROWS, BLOCK), [0])
+        for block, columns in zip(acc, self.column_blocks(wg), strict=True):
             r.queries[wg, :, columns] = (block * factor).astype(BF16)
         compat.commit_smem()
-        lse = r.lse.at[tile.head, tile.index, compat.ds(wg * WG_ROWS, WG_ROWS)]
-        compat.copy_smem_to_gmem(r.rows.at[wg], lse)
+
+        @compat.when(lax.rem(wg, parts) == 0)
+        def _():
+            rows = compat.ds(self.first_row(wg), WG_ROWS)
+            compat.copy_smem_to_gmem(r.rows.at[wg], r.lse.at[tile.head, tile.index, rows])
+
         self.store_rows(wg, tile)
         compat.wait_smem_to_gmem(0)
 
     def store_rows(self, wg, tile: _Tile):
-        """Start copying the blocks of 8 rows that the tile has: what follows is another tile's.
+        """Start copying the blocks of 8 rows that the tile has: what follows is another tile's."""
+        r, first = self.refs, self.first_row(wg)
+        rows = tile.num_tokens * self.plan.token_rows - first
+        columns = compat.ds(self.first_column(wg), self.plan.wg_columns)
 
-        A copy has a fixed size, so there is one for each bit of their number.
-        """
-        r = self.refs
-        rows = tile.num_tokens * self.plan.group - wg * WG_ROWS
-        blocks = jnp.clip(_ceil_div(rows, EIGHT), 0, WG_ROWS // EIGHT)
-        for bit in range((WG_ROWS // EIGHT).bit_length()):
-            size = 1 << bit
+        # By single blocks: several that have but half of the columns are not contiguous.
+        def store(block, _):
+            at = block * EIGHT
+            source = compat.ds(compat.multiple_of(at, EIGHT), EIGHT)
+            target = compat.ds(compat.multiple_of(tile.query_row + first + at, EIGHT), EIGHT)
+            compat.copy_smem_to_gmem(
+                r.queries.at[wg, source, columns], r.out.at[tile.head, target, columns]
+            )
 
-            @compat.when(lax.rem(lax.div(blocks, I32(size)), I32(2)) == 1)
-            def _(size=size):
-                at = compat.multiple_of(lax.div(blocks, I32(2 * size)) * (2 * size * EIGHT), EIGHT)
-                row = compat.multiple_of(tile.query_row + wg * WG_ROWS + at, EIGHT)
-                compat.copy_smem_to_gmem(
-                    r.queries.at[wg, compat.ds(at, size * EIGHT)],
-                    r.out.at[tile.head, compat.ds(row, size * EIGHT)],
-                )
-
-
-def _column_blocks(width: int):
-    """Slices of 64 columns: the least that a swizzled buffer can be cut into.
-
-    O is a tuple of such blocks too: adding a product to one needs a second accumulator of its size.
-    """
-    return [compat.ds(at, BLOCK) for at in range(0, width, BLOCK)]
+        lax.fori_loop(I32(0), jnp.clip(_ceil_div(rows, EIGHT), 0, WG_ROWS // EIGHT), store, None)
 
 
 def _ceil_div(a, b: int):

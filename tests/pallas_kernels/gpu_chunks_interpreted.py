@@ -81,6 +81,22 @@ CASES = {
     ),
     "e4m3": Interpreted(rows=[(20, 300)], arguments={"kv_dtype": "float8_e4m3fn"}),
     "e5m2": Interpreted(rows=[(20, 100)], arguments={"kv_dtype": "float8_e5m2"}),
+    "8/2/256": Interpreted(
+        rows=[(3, 70), (20, 200)], arguments={"heads": (8, 2), "head_dim": 256}, sinks=True
+    ),
+    "int8 2/1/256, window": Interpreted(
+        rows=[(40, 300)],
+        arguments={"heads": (2, 1), "head_dim": 256, "kv_dtype": "int8"},
+        options={"window": 100},
+    ),
+    # Padding: 25 heads to 32. Passes: 71 heads at head_dim 256 in two, of 36 heads and padding to 40.
+    "25 heads on one, sinks": Interpreted(rows=[(6, 70)], arguments={"heads": (25, 1)}, sinks=True),
+    "71 heads on one": Interpreted(
+        rows=[(3, 66)], arguments={"heads": (71, 1), "head_dim": 256}, sinks=True
+    ),
+    "more tiles than programs": Interpreted(
+        rows=[(20, 20), (30, 150), (70, 70), (3, 300)], arguments={"heads": (4, 1)}
+    ),
     "no rows": Interpreted(rows=[], arguments={"num_tokens": 4, "num_rows": 2}),
 }
 
@@ -128,9 +144,8 @@ def check(spec: Interpreted) -> None:
 
 def store_whole_tiles(self, wg, tile) -> None:
     """`_Kernel.store_rows` without its care for what follows the tile."""
-    r = self.refs
-    row = compat.multiple_of(tile.query_row + wg * gpu_chunks.WG_ROWS, 8)
-    rows = compat.ds(row, gpu_chunks.WG_ROWS)
+    r, size = self.refs, gpu_chunks_kernel.WG_ROWS
+    rows = compat.ds(compat.multiple_of(tile.query_row + wg * size, 8), size)
     compat.copy_smem_to_gmem(r.queries.at[wg], r.out.at[tile.head, rows])
 
 
