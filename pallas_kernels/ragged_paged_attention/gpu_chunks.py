@@ -231,11 +231,11 @@ def _call(plan: Plan, interpret, inputs: dict):
     }
     names = (*inputs, *outputs)
 
-    def body(*refs, **scratch):
+    def paged_chunks(*refs, **scratch):
         run_kernel(Refs(**dict(zip(names, refs, strict=True)), **scratch), plan)
 
     return compat.gpu_kernel(
-        body,
+        paged_chunks,
         out_type=tuple(outputs.values()),
         scratch_types=_scratch(plan),
         grid=(plan.num_programs,),
