@@ -209,6 +209,9 @@ def fault_of(spec: Interpreted) -> str:
 def main(which: str) -> None:
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_numpy_rank_promotion", "raise")
+    # A warpgroup that waits holds a thread of XLA's pool, which has one for each CPU or device: with
+    # two CPUs both compute warpgroups' waits would leave the memory warpgroup none.
+    jax.config.update("jax_num_cpu_devices", 8)
     for result in results(which):
         print(json.dumps(result), flush=True)
 

@@ -127,6 +127,9 @@ def measure(name: str, backend: str, dtype: str) -> dict[str, Any]:
 def main(backend: str, dtype: str, *names: str) -> None:
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_numpy_rank_promotion", "raise")
+    # A warpgroup that waits holds a thread of XLA's pool, which has one for each CPU or device: with
+    # two CPUs the waits of two warpgroups would leave the one they wait for none.
+    jax.config.update("jax_num_cpu_devices", 8)
     for name in names:
         try:
             result = measure(name, backend, dtype)
