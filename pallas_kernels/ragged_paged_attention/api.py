@@ -156,6 +156,8 @@ def _check_arrays(q, k_new, v_new, kv, sinks) -> None:
     if q.ndim != 3:
         raise ValueError(f"q: shape {list(q.shape)}, expected [T, H, D]")
     num_tokens, num_heads, head_dim = q.shape
+    if not num_tokens or not num_heads:
+        raise ValueError(f"q: shape {list(q.shape)}, expected at least one token and one head")
     _expect("q", q, (num_tokens, num_heads, kv.head_dim), (jnp.float32, jnp.bfloat16))
     if num_heads % kv.num_kv_heads:
         raise ValueError(f"q: {num_heads} heads, not a multiple of {kv.num_kv_heads} KV heads")
@@ -176,7 +178,7 @@ def _check_rows(kv_lens, page_table, kv_starts, cu_q_lens, ranges) -> None:
     _expect("cu_q_lens", cu_q_lens, (num_rows + 1,), i32)
     _expect("ranges", ranges, (3,), i32)
     _expect("page_table", page_table, (page_table.size,), i32)
-    if not page_table.size or page_table.size % num_rows:
+    if not num_rows or not page_table.size or page_table.size % num_rows:
         raise ValueError(
             f"page_table: {page_table.size} entries, not a positive multiple of {num_rows} rows"
         )

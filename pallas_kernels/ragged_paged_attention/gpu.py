@@ -2,8 +2,8 @@
 
 Called by `api`. Three steps, each a module: `gpu_write` puts the new tokens into their pages,
 `gpu_decode` serves the rows with one token, `gpu_chunks` the rows with several. This module puts
-their results together. Compiled for sm_90a and run in Pallas'
-interpreter; it has not run on hardware, and sizes are reasoned, not tuned.
+their results together. Compiled for sm_90a and run in Pallas' interpreter; it has not run on hardware,
+and sizes are reasoned, not tuned.
 
 Everything is done for each KV head by itself, so heads may be sharded.
 
@@ -126,7 +126,9 @@ def _attend(q, new, pool, rows, scales, sinks, *, sm_scale, plan, interpret):
         plan=plan,
         interpret=interpret,
     )
-    if num_tokens > 1:
+    if (
+        num_tokens > 1
+    ):  # else no row has several, and `ranges` counts the one there may be as single
         chunks = attend_chunks(
             q,
             pool,

@@ -52,6 +52,7 @@ from pallas_kernels.ragged_paged_attention.gpu_blocks import (
     ROWS,
     full,
     matmul,
+    tanh,
 )
 
 NUM_COMPUTE = 2  # compute warpgroups
@@ -446,7 +447,7 @@ class _Kernel:
         top, total, acc = state
         scores = self.products(wg, slot) * r.scales[0, tile.kv_head]
         if plan.soft_cap is not None:
-            scores = jnp.tanh(scores) * F32(plan.soft_cap * LOG2E)
+            scores = tanh(scores) * F32(plan.soft_cap * LOG2E)
         if masked:
             scores = self.mask(wg, tile, page, scores)
         new_top = jnp.maximum(top, scores.max(axis=1))

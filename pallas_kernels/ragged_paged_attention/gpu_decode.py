@@ -40,6 +40,7 @@ from pallas_kernels.ragged_paged_attention.gpu_blocks import (
     full,
     matmul,
     store,
+    tanh,
 )
 from pallas_kernels.ragged_paged_attention.gpu_plan import DecodePlan, Item, buffers, work_list
 
@@ -307,7 +308,7 @@ class _Decode:
         """f32[page, columns], in units of log 2."""
         cap = self.plan.soft_cap
         scores = matmul(keys, self.q_buf.at[q_slot].T) * scale
-        return scores * LOG2E if cap is None else jnp.tanh(scores / cap) * (cap * LOG2E)
+        return scores * LOG2E if cap is None else tanh(scores / cap) * (cap * LOG2E)
 
     def save(self, w, head, state):
         acc, top, total = state
@@ -381,10 +382,15 @@ class _Merge:
     plan: DecodePlan
 
     def load(self, item, first):
+        """Start the copies of an item's partial into the slot of its turn."""
         slot = lax.rem(item - first, I32(MERGE_STAGES))
+        # Not the default mode, zeros: that asks for a tiled copy, which wants its target at a multiple
+        # of 128 bytes, and the sums of 8 columns take 64. A bulk copy wants 16.
+        mode = compat.OOBFillMode.UNDEFINED
         for source, target in ((self.acc, self.acc_buf), (self.sums, self.sums_buf)):
             partial = source.at[item, lax.axis_index("head")]
-            compat.copy_gmem_to_smem(partial, target.at[slot], self.full.at[slot])
+            buffer, landed = target.at[slot], self.full.at[slot]
+            compat.copy_gmem_to_smem(partial, buffer, landed, oob_mode=mode)
 
     def full_slot(self, n):
         """Where the n-th partial is, once it is there."""

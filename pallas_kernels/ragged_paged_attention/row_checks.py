@@ -88,3 +88,8 @@ def _check_ranges(ranges, counts: np.ndarray) -> None:
             f"ranges={[single, chunk, rows]}: the rows have {counts.tolist()} tokens; the first "
             f"{single} must have one each, and those from {rows} on none"
         )
+    if (counts[single:rows] == 1).any():
+        raise ValueError(
+            f"ranges={[single, chunk, rows]}: the rows have {counts.tolist()} tokens; all rows with "
+            f"one must be among the first {single}"
+        )

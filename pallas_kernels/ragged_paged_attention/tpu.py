@@ -228,7 +228,8 @@ def _vmem_buffers(plan: Plan) -> dict[str, tuple[tuple[int, ...], Any]]:
 
 
 def vmem_bytes(plan: Plan) -> int:
-    """VMEM that a plan needs: its buffers, and an allowance for what the compiler adds.
+    """VMEM that a plan needs: its buffers, the sinks twice, as Pallas holds a program's inputs, and an
+    allowance for what the compiler adds.
 
     The allowance is six tiles of scores and twelve f32 copies of one head's keys: more than the
     compiler's own account, read from its error under a limit too small, for eleven plans on v5e.
@@ -237,7 +238,8 @@ def vmem_bytes(plan: Plan) -> int:
     scores = 4 * plan.tile_tokens * plan.group * plan.block_tokens
     keys = 4 * plan.block_tokens * plan.width
     sizes = (math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in buffers)
-    return sum(sizes) + 6 * scores + 12 * keys
+    sinks = 4 * plan.num_kv_heads * plan.group * TPU_LANES if plan.has_sinks else 0
+    return sum(sizes) + 2 * sinks + 6 * scores + 12 * keys
 
 
 def smem_bytes(num_rows: int, pages_per_row: int, num_kv_heads: int) -> int:

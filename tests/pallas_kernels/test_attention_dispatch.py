@@ -136,6 +136,8 @@ def _int(*values):
 
 BAD = {
     "q": ({"q": jnp.zeros((2, 4))}, "q: shape"),
+    "no tokens": ({"q": jnp.zeros((0, 4, 32))}, r"q: shape \[0, 4, 32\]"),
+    "no rows": ({"kv_lens": _int(), "cu_q_lens": _int(0)}, "not a positive multiple of 0 rows"),
     "q dtype": ({"q": jnp.zeros((2, 4, 32), jnp.float16)}, "q: float16"),
     "head_dim": ({"q": jnp.zeros((2, 4, 16))}, "q: float32"),
     "heads": ({"q": jnp.zeros((2, 5, 32))}, "5 heads"),

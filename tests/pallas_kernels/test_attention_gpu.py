@@ -8,6 +8,7 @@ of wgmma, a page id out of range or a cast that the hardware lacks.
 import dataclasses
 import functools
 import json
+import math
 import subprocess
 import sys
 
@@ -16,8 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import dispatch
-from pallas_kernels.ragged_paged_attention import KVPages, gpu, gpu_plan, ragged_paged_attention
+from pallas_kernels import compat, dispatch
+from pallas_kernels.ragged_paged_attention import (
+    KVPages,
+    gpu,
+    gpu_blocks,
+    gpu_plan,
+    ragged_paged_attention,
+)
 from tests.pallas_kernels import gpu_interpreted
 from tests.pallas_kernels.ragged_cases import array_args, make_case, make_pages
 
@@ -187,6 +194,57 @@ def test_many_layers_are_traced_once():
     calls = [eqn for eqn in jaxpr.eqns if eqn.params.get("name") == "_attend"]
     assert len(calls) == 2
     assert calls[0].params["jaxpr"] is calls[1].params["jaxpr"]
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "kv_dtype"),
+    [
+        ((4, 1), 64, None),
+        ((64, 2), 128, None),
+        ((4, 1), 64, "int8"),
+        ((9, 1), 256, "float8_e4m3fn"),
+    ],
+)
+def test_tiled_copies_keep_to_aligned_shared_memory(heads, head_dim, kv_dtype, monkeypatch):
+    """The hardware wants a tiled copy's shared memory at a multiple of 128 bytes.
+
+    Neither the interpreter nor the compiler looks: on a device it is a fault. A buffer begins at a
+    multiple of 1024; a part of one is where whole parts of its size come before it.
+    """
+    parts = []
+
+    def record(copy, which):
+        def recorded(*refs, **options):
+            ref = refs[which]
+            if hasattr(ref, "transforms") and "oob_mode" not in options:
+                parts.append(math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize)
+            return copy(*refs, **options)
+
+        return recorded
+
+    for name, which in (("copy_gmem_to_smem", 1), ("copy_smem_to_gmem", 0)):
+        monkeypatch.setattr(compat, name, record(getattr(compat, name), which))
+    jax.clear_caches()  # traces that other tests have left
+    call(
+        make_case(
+            [(1, 70), (3, 66)],
+            page=64,
+            heads=heads,
+            head_dim=head_dim,
+            dtype="bfloat16",
+            kv_dtype=kv_dtype,
+        ),
+        return_lse=True,
+    )
+    jax.clear_caches()
+    assert len(parts) > 5
+    assert [size for size in parts if size % 128] == []
+
+
+@pytest.mark.parametrize("size", [1e-6, 1e-3, 0.1, 1.0, 5.0, 40.0, 1e4])
+def test_tanh_is_precise_whatever_the_hardware_has(size):
+    x = jnp.array([-size, size], jnp.float32)
+    np.testing.assert_allclose(gpu_blocks.tanh(x), np.tanh(np.float64(x)), atol=3e-7)
 
 
 def test_the_plan_can_be_a_static_argument():

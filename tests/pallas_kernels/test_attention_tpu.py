@@ -6,6 +6,7 @@ values are loaded in another form there than in the compiled kernel:
 `test_the_loads_of_the_compiled_and_the_interpreted_kernel` runs both.
 """
 
+import dataclasses
 import functools
 import json
 import subprocess
@@ -157,6 +158,12 @@ def test_our_blocks_leave_vmem_half_empty(heads, dtype, head_dim):
     assert 64 <= plan.block_tokens <= 512
     assert plan.tile_tokens >= 4
     assert 2 * tpu.vmem_bytes(plan) <= tpu.VMEM_LIMIT_BYTES or plan.tile_tokens == 1
+
+
+def test_sinks_count_against_vmem():
+    plan = dataclasses.replace(plan_of(heads=(32, 8)), has_sinks=False)
+    more = tpu.vmem_bytes(dataclasses.replace(plan, has_sinks=True)) - tpu.vmem_bytes(plan)
+    assert more == 2 * 8 * 4 * 128 * 4  # 8 KV heads of 4 query heads, 128 lanes of f32
 
 
 def test_f32_products_ask_for_full_precision():

@@ -57,6 +57,7 @@ def test_a_sound_batch_passes():
         ({"ranges": [2, 2, 2]}, r"ranges=\[2, 2, 2\]: the rows have \[1, 3, 0\] tokens"),
         ({"ranges": [1, 1, 1]}, r"ranges=\[1, 1, 1\]: .*those from 1 on none"),
         ({"ranges": [1, 0, 2]}, r"ranges=\[1, 0, 2\]"),
+        ({"ranges": [0, 0, 2]}, r"ranges=\[0, 0, 2\]: .*one must be among the first 0"),
     ],
 )
 def test_what_does_not_fit_is_named(changes, message):
