@@ -150,7 +150,7 @@ def refusal(name: str, demand: Demand) -> str | None:
     backend = _backend(name)
     own = f"attention backend {name!r}"
     if demand.interpret and backend.platform is None:
-        return f"interpret: {own} has no kernel to interpret"
+        return f"attention_interpret=True: {own} has no kernel to interpret"
     on_device = demand.platform is not None and not demand.interpret
     if on_device and backend.platform not in (None, demand.platform):
         return (

@@ -104,8 +104,21 @@ def test_numpy_numbers_in_sampling_params():
             {"kv_cache_dtype": "fp8"},
             "kv_cache_dtype must be one of auto, float32, bfloat16, int8, fp8_e4m3, got 'fp8'",
         ),
-        ({"attention_interpret": True}, "interpret: attention backend 'xla' has no kernel"),
+        (
+            {"attention_interpret": True},
+            "attention_interpret=True: attention backend 'xla' has no kernel",
+        ),
         ({"attention_interpret": "yes"}, "attention_interpret must be True or False, got 'yes'"),
+        (
+            {
+                "attention_backend": "tpu",
+                "attention_interpret": True,
+                "page_size": 4,
+                "max_num_seqs": 512,
+                "max_num_batched_tokens": 512,
+            },
+            "page_size=4 with max_num_seqs=512 and max_model_len=2048: page_table: 512 rows of 512 pages",
+        ),
         ({"attention_backend": "nope"}, "attention_backend='nope': no such backend"),
         ({"num_pages": 10**8}, "num_pages: 100000000 KV pages take"),
         ({"num_seqs": 4}, "unknown option 'num_seqs'"),

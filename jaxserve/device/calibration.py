@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxserve.config import KV_CACHE_DTYPES
 from jaxserve.device.programs import Program, ProgramTable
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, shown
 from jaxserve.model.attention import AttentionKernel, PagedRows
 from jaxserve.model.kv_scales import GivenKVScales, KVScales, check_given, largest_unit
 from jaxserve.model.registry import ModelFunctions, Params, build_model
@@ -66,6 +66,8 @@ def find_kv_scales(
     Raises:
         ConfigError: a given scale that does not fit, or keys or values that are not finite.
     """
+    if given is not None and not isinstance(given, GivenKVScales):
+        raise ConfigError(f"kv_scales must be GivenKVScales or None, got {shown(given)}")
     known = [KVScales()] * config.num_layers
     if given is not None:
         if given.kv_cache_dtype != kv_cache_dtype:

@@ -72,10 +72,33 @@ def resolve_attention(
                 backend, max_num_seqs=max_num_seqs, max_model_len=max_model_len
             )
         dispatch.check_page_size(backend, page_size)
+        if backend == "tpu":
+            _check_page_table(
+                backend,
+                page_size=page_size,
+                max_num_seqs=max_num_seqs,
+                max_model_len=max_model_len,
+                num_kv_heads=model.num_kv_heads,
+            )
     except (ValueError, NotImplementedError) as error:
         raise ConfigError(str(error)) from None
     kernel = AttentionKernel(backend=backend, interpret=config.attention_interpret)
     return kernel, page_size, dispatch.explain_backend(config.attention_backend, demand)
+
+
+def _check_page_table(
+    backend: str, *, page_size: int, max_num_seqs: int, max_model_len: int, num_kv_heads: int
+) -> None:
+    """Raise ValueError, naming the settings, where a kernel that holds the page table has no room for it."""
+    try:
+        dispatch.implementation(backend).check_smem(
+            max_num_seqs, -(-max_model_len // page_size), num_kv_heads
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"page_size={page_size} with max_num_seqs={max_num_seqs} and "
+            f"max_model_len={max_model_len}: {error}"
+        ) from None
 
 
 def layers_per_program(num_layers: int) -> int:

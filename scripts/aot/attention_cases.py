@@ -90,8 +90,11 @@ VARIANTS = {
 
 
 def chosen(names: str, known: dict) -> dict:
-    """The named entries, every one for "all", none for ""."""
+    """The named entries, every one for "all", none for ""; raises ValueError for a name that is none."""
     wanted = known if names == "all" else [name for name in names.split(",") if name]
+    for name in wanted:
+        if name not in known:
+            raise ValueError(f"no {name!r}; known: {', '.join(known)}")
     return {name: known[name] for name in wanted}
 
 

@@ -11,6 +11,7 @@ import jax
 from jax.experimental import topologies
 
 from scripts.aot import attention_cases, controls_gpu, full_step, kernel_dumps
+from scripts.aot.arguments import parse
 from scripts.aot.attention_cases import Attention
 from scripts.aot.kernel_dumps import Kernel, KernelDumps
 from scripts.aot.page_copy_cases import PageCopy, page_copies
@@ -153,7 +154,7 @@ def main() -> None:
     parser.add_argument("--models", default="llama-3-8b")
     parser.add_argument("--layers", default="4")
     parser.add_argument("--devices", default="1,8")
-    flags = parser.parse_args()
+    flags = parse(parser, "gpu")
     # Mosaic's own small programs and the host's arrays have no device but the CPU.
     assert jax.default_backend() == "cpu"
     target, dumps = make_target(1), KernelDumps()

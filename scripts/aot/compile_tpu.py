@@ -12,6 +12,7 @@ from jax.experimental import topologies
 from pallas_kernels import compat
 from pallas_kernels.ragged_paged_attention import tpu
 from scripts.aot import attention_cases, full_step
+from scripts.aot.arguments import parse
 from scripts.aot.attention_cases import MIN_POOL_BYTES, Attention
 from scripts.aot.page_copy_cases import PageCopy, page_copies
 from scripts.aot.target import REFUSALS, Target, look_at, refusal
@@ -122,7 +123,7 @@ def main() -> None:
     parser.add_argument("--models", default="all")
     parser.add_argument("--layers", default="2")
     parser.add_argument("--devices", default="1,8")
-    flags = parser.parse_args()
+    flags = parse(parser, "tpu")
     devices = topologies.get_topology_desc(platform="tpu", topology_name=flags.topology).devices
     cores = getattr(devices[0], "num_cores", 1)
     chip = Target(devices[:1], "tpu", cores)

@@ -162,3 +162,16 @@ def test_calibration_ids():
     assert drawn == calibration_ids(None, vocab_size=512, max_position_embeddings=2048)
     assert len(set(drawn)) > 100
     assert 0 <= min(drawn) <= max(drawn) < 512
+
+
+def test_scales_of_another_type_are_named():
+    with pytest.raises(ConfigError, match="kv_scales must be GivenKVScales or None, got"):
+        find_kv_scales(
+            "int8",
+            given={"k": 1.0},  # type: ignore[arg-type]
+            config=None,  # type: ignore[arg-type]
+            params={},
+            dtype=np.dtype("float32"),
+            token_ids=[1],
+            layers_per_program=1,
+        )

@@ -74,8 +74,12 @@ def test_unknown_names_are_refused():
         ("tpu", demand("tpu", kv_dtype="float16"), "kv_cache_dtype=float16: .*'tpu' serves"),
         ("tpu", demand("tpu", head_dim=32), "head_dim=32: attention backend 'tpu' serves 64, 128"),
         ("xla", demand("cpu", layout="tpu"), "layout=tpu: attention backend 'xla' serves split"),
-        ("xla", demand("cpu", interpret=True), "interpret: .*'xla' has no kernel to interpret"),
-        ("auto", demand("cpu", interpret=True), "'auto': interpret: .*'xla' has no kernel"),
+        ("xla", demand("cpu", interpret=True), "attention_interpret=True: .*'xla' has no kernel"),
+        (
+            "auto",
+            demand("cpu", interpret=True),
+            "'auto': attention_interpret=True: .*'xla' has no kernel",
+        ),
     ],
 )
 def test_what_a_backend_does_not_serve_is_refused_by_name(name, wanted, message):
