@@ -11,6 +11,7 @@ import numpy as np
 from jax.core import Tracer
 
 from pallas_kernels import compat, dispatch
+from pallas_kernels.ragged_paged_attention.call import Options, Rows, Scales
 from pallas_kernels.ragged_paged_attention.layout import KVPages, is_8bit
 from pallas_kernels.ragged_paged_attention.row_checks import check_rows
 
@@ -88,27 +89,18 @@ def ragged_paged_attention(
         raise ValueError(f"soft_cap={soft_cap}: must be above 0, or None")
     if kv_starts is None:
         kv_starts = jnp.zeros_like(kv_lens)
+    rows = Rows(kv_lens, page_table, kv_starts, cu_q_lens, ranges)
     if debug:
-        page_table = _checked_table(
-            (kv_lens, page_table, kv_starts, cu_q_lens, ranges), q.shape[0], kv
-        )
+        rows = rows._replace(page_table=_checked_table(rows, q.shape[0], kv))
     return dispatch.implementation(name).attend(
         q,
         k_new,
         v_new,
         kv,
-        kv_lens,
-        page_table,
-        kv_starts,
-        cu_q_lens,
-        ranges,
-        k_scale,
-        v_scale,
+        rows,
+        Scales(k_scale, v_scale),
         sinks,
-        sm_scale=sm_scale,
-        window=window,
-        soft_cap=soft_cap,
-        return_lse=return_lse,
+        options=Options(sm_scale=sm_scale, window=window, soft_cap=soft_cap, return_lse=return_lse),
         blocks=blocks,
         interpret=interpret,
     )
@@ -131,7 +123,7 @@ def _demand(q, kv, backend: str, interpret) -> dispatch.Demand:
     )
 
 
-def _checked_table(rows, num_tokens: int, kv) -> jax.Array:
+def _checked_table(rows: Rows, num_tokens: int, kv) -> jax.Array:
     """The page table, once `check_rows` has passed the rows: whoever reads it comes after the check."""
     limits = {"num_tokens": num_tokens, "num_pages": kv.num_pages, "page_size": kv.page_size}
 
@@ -142,7 +134,7 @@ def _checked_table(rows, num_tokens: int, kv) -> jax.Array:
 
     if not any(isinstance(a, Tracer) for a in rows):
         return jnp.asarray(check(*rows))
-    table = rows[1]
+    table = rows.page_table
     return compat.io_callback(check, jax.ShapeDtypeStruct(table.shape, table.dtype), *rows)
 
 

@@ -24,27 +24,7 @@ from pallas_kernels.ragged_paged_attention.gpu_plan import DecodePlan
 from pallas_kernels.ragged_paged_attention.gpu_write import write_tokens
 
 
-def attend(
-    q,
-    k_new,
-    v_new,
-    kv,
-    kv_lens,
-    page_table,
-    kv_starts,
-    cu_q_lens,
-    ranges,
-    k_scale,
-    v_scale,
-    sinks,
-    *,
-    sm_scale,
-    window,
-    soft_cap,
-    return_lse,
-    blocks,
-    interpret,
-):
+def attend(q, k_new, v_new, kv, rows, scales, sinks, *, options, blocks, interpret):
     """See `api.ragged_paged_attention`.
 
     `blocks` is (pages in a split of a row with one token,); another one rounds otherwise. `interpret`
@@ -52,26 +32,30 @@ def attend(
     """
     interpret = compat.interpreter(interpret, compat.GpuInterpretParams)
     plan = make_plan(
-        q, kv, window=window, soft_cap=soft_cap, blocks=blocks, interpreted=bool(interpret)
+        q,
+        kv,
+        window=options.window,
+        soft_cap=options.soft_cap,
+        blocks=blocks,
+        interpreted=bool(interpret),
     )
     new = None
     if k_new is not None:
-        k = layout.encode(k_new, kv.dtype, k_scale)
-        v = layout.encode(v_new, kv.dtype, v_scale)
+        k = layout.encode(k_new, kv.dtype, scales.k)
+        v = layout.encode(v_new, kv.dtype, scales.v)
         new = jnp.stack([k, v], axis=2)  # [T, K, 2, D]
-    rows = (kv_lens, page_table, kv_starts, cu_q_lens, ranges)
     out, pool, lse = _attend(
         q,
         new,
         kv.data[0],
         rows,
-        (k_scale, v_scale),
+        scales,
         sinks,
-        sm_scale=sm_scale,
+        sm_scale=options.sm_scale,
         plan=plan,
         interpret=interpret,
     )
-    return out, dataclasses.replace(kv, data=(pool,)), lse if return_lse else None
+    return out, dataclasses.replace(kv, data=(pool,)), lse if options.return_lse else None
 
 
 def make_plan(q, kv, *, window=None, soft_cap=None, blocks=None, interpreted=False) -> DecodePlan:
@@ -104,49 +88,42 @@ def make_plan(q, kv, *, window=None, soft_cap=None, blocks=None, interpreted=Fal
 @functools.partial(jax.jit, static_argnames=("sm_scale", "plan", "interpret"))
 def _attend(q, new, pool, rows, scales, sinks, *, sm_scale, plan, interpret):
     """(out [T, H, D], the pool's array, lse f32[T, H])."""
-    kv_lens, page_table, kv_starts, cu_q_lens, ranges = rows
-    k_scale, v_scale = scales
-    num_tokens, num_rows = q.shape[0], kv_lens.shape[0]
+    num_tokens, num_rows = q.shape[0], rows.kv_lens.shape[0]
     if new is not None:
-        slots = layout.token_slots(num_tokens, PAGE, kv_lens, page_table, kv_starts, cu_q_lens)
-        pool = write_tokens(pool, new, *slots, cu_q_lens[-1:], interpret=interpret)
-    table = page_table.reshape(num_rows, -1)
+        slots = layout.token_slots(num_tokens, PAGE, rows)
+        pool = write_tokens(pool, new, *slots, rows.cu_q_lens[-1:], interpret=interpret)
+    table = rows.page_table.reshape(num_rows, -1)
     single = min(num_rows, num_tokens)  # the most rows with one token; row r's is token r
     ones = jnp.ones((plan.num_kv_heads,), F32)
     out, lse = gpu_decode.decode_rows(
         q[:single],
         pool,
-        kv_lens[:single],
+        rows.kv_lens[:single],
         table[:single],
-        kv_starts[:single],
-        ranges[0],
-        (ones if k_scale is None else k_scale) * sm_scale,
-        ones if v_scale is None else v_scale,
+        rows.kv_starts[:single],
+        rows.ranges[0],
+        (ones if scales.k is None else scales.k) * sm_scale,
+        ones if scales.v is None else scales.v,
         sinks,
         plan=plan,
         interpret=interpret,
     )
-    if (
-        num_tokens > 1
-    ):  # else no row has several, and `ranges` counts the one there may be as single
+    # With one token no row has several, and `ranges` counts the one there may be as single.
+    if num_tokens > 1:
         chunks = attend_chunks(
             q,
             pool,
-            kv_lens,
-            table,
-            kv_starts,
-            cu_q_lens,
-            ranges,
-            k_scale,
-            v_scale,
+            rows,
+            scales,
             sinks,
             sm_scale=sm_scale,
             window=plan.window,
             soft_cap=plan.soft_cap,
             interpret=interpret,
         )
-        out, lse = (_choose(ranges[0], *pair) for pair in ((out, chunks[0]), (lse, chunks[1])))
-    padding = jnp.arange(num_tokens, dtype=jnp.int32) >= cu_q_lens[-1]  # undefined until here
+        both = ((out, chunks[0]), (lse, chunks[1]))
+        out, lse = (_choose(rows.ranges[0], *pair) for pair in both)
+    padding = jnp.arange(num_tokens, dtype=jnp.int32) >= rows.cu_q_lens[-1]  # undefined until here
     out = jnp.where(padding[:, None, None], jnp.zeros_like(out), out)
     return out, pool, jnp.where(padding[:, None], 0.0, lse)
 

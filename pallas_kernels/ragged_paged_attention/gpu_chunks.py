@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import compat
 from pallas_kernels.ragged_paged_attention import layout
+from pallas_kernels.ragged_paged_attention.call import Rows, Scales
 from pallas_kernels.ragged_paged_attention.gpu_blocks import (
     BF16,
     BF16_TILES,
@@ -37,32 +38,15 @@ from pallas_kernels.ragged_paged_attention.gpu_chunks_kernel import (
 
 
 def attend_chunks(
-    q,
-    pool,
-    kv_lens,
-    table,
-    kv_starts,
-    cu_q_lens,
-    ranges,
-    k_scale,
-    v_scale,
-    sinks,
-    *,
-    sm_scale,
-    window,
-    soft_cap,
-    interpret,
+    q, pool, rows: Rows, scales: Scales, sinks, *, sm_scale, window, soft_cap, interpret
 ):
     """Attention of the tokens of rows [ranges[0], ranges[2]); other tokens' results are undefined.
 
     Args:
         q: bf16[T, H, D].
         pool: bf16, int8, float8_e4m3fn or float8_e5m2 [N, K, 2, 64, D]; holds the new tokens already.
-        kv_lens: i32[S] context length, the new tokens included.
-        table: i32[S, P].
-        kv_starts: i32[S] absolute position of a row's first page.
-        cu_q_lens: i32[S+1]. ranges: i32[3].
-        k_scale, v_scale: f32[K] of an 8-bit pool, else None.
+        rows: where each row stands.
+        scales: of an 8-bit pool.
         sinks: f32[H] or None.
         sm_scale, window, soft_cap: as `api.ragged_paged_attention`'s.
         interpret: None for the device, or `compat.GpuInterpretParams`.
@@ -73,14 +57,13 @@ def attend_chunks(
     plan = make_plan(
         q,
         pool,
-        kv_lens.shape[0],
+        rows.kv_lens.shape[0],
         window=window,
         soft_cap=soft_cap,
         has_sinks=sinks is not None,
         interpreted=bool(interpret),
     )
-    arrays = (q, pool, kv_lens - kv_starts, table, cu_q_lens, ranges, k_scale, v_scale, sinks)
-    return _attend(*arrays, sm_scale=sm_scale, plan=plan, interpret=interpret)
+    return _attend(q, pool, rows, scales, sinks, sm_scale=sm_scale, plan=plan, interpret=interpret)
 
 
 def make_plan(q, pool, num_rows: int, **options) -> Plan:
@@ -107,34 +90,21 @@ def make_plan(q, pool, num_rows: int, **options) -> Plan:
 
 # A jit of its own: an unrolled model traces and lowers it once, not once per layer.
 @functools.partial(jax.jit, static_argnames=("sm_scale", "plan", "interpret"))
-def _attend(
-    q,
-    pool,
-    kv_lens,
-    table,
-    cu_q_lens,
-    ranges,
-    k_scale,
-    v_scale,
-    sinks,
-    *,
-    sm_scale,
-    plan,
-    interpret,
-):
-    """(out, lse) of `attend_chunks`; kv_lens from a row's first page."""
+def _attend(q, pool, rows, scales, sinks, *, sm_scale, plan, interpret):
+    """(out, lse) of `attend_chunks`."""
     num_tokens, head_dim = q.shape[0], q.shape[2]
-    work = _make_work(plan, num_tokens, kv_lens, cu_q_lens, ranges)
+    kv_lens = rows.kv_lens - rows.kv_starts  # from here on from a row's first page
+    work = _make_work(plan, num_tokens, kv_lens, rows.cu_q_lens, rows.ranges)
     packed = _split(plan, q)[work.source].swapaxes(0, 1)  # [heads, places, rows of a token, D]
     packed = packed.reshape(plan.heads, -1, head_dim)
     inputs = {
         # A warpgroup reads all its rows, though the last tile may not have them.
         "q": jnp.pad(packed, ((0, 0), (0, plan.tile_rows), (0, 0))),
         "pool": pool,
-        "table": table,
+        "table": rows.page_table.reshape(kv_lens.shape[0], -1),
         "tiles": work.tiles,
         "num_tiles": work.num_tiles,
-        "scales": _scales(plan, sm_scale, k_scale, v_scale),
+        "scales": _scales(plan, sm_scale, scales),
     }
     if sinks is not None:
         head_row = jnp.arange(plan.tile_rows, dtype=I32) % plan.token_rows
@@ -163,12 +133,12 @@ def _join(plan: Plan, x):
     return x[:, :, : plan.group].reshape(x.shape[0], plan.num_kv_heads * plan.group, *rest)
 
 
-def _scales(plan: Plan, sm_scale, k_scale, v_scale):
+def _scales(plan: Plan, sm_scale, scales: Scales):
     """f32[2, K]: factors of the scores (to base 2, or before the cap) and of the values."""
     ones = jnp.ones((plan.num_kv_heads,), F32)
     factor = sm_scale * (LOG2E if plan.soft_cap is None else 1 / plan.soft_cap)
-    keys = ones if k_scale is None else k_scale
-    return jnp.stack([keys * F32(factor), ones if v_scale is None else v_scale])
+    keys = ones if scales.k is None else scales.k
+    return jnp.stack([keys * F32(factor), ones if scales.v is None else scales.v])
 
 
 class _Work(NamedTuple):

@@ -31,6 +31,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.float8 import as_bytes, as_type, is_float8
 from pallas_kernels.page_bytes import TPU_LANES, tpu_words
+from pallas_kernels.ragged_paged_attention.call import Rows, Scales
 
 
 class Layout(NamedTuple):
@@ -240,7 +241,7 @@ def token_places(num_tokens: int, kv_lens, cu_q_lens) -> TokenPlaces:
     return TokenPlaces(row, position, token < cu_q_lens[-1])
 
 
-def token_slots(num_tokens: int, page_size: int, kv_lens, page_table, kv_starts, cu_q_lens):
+def token_slots(num_tokens: int, page_size: int, rows: Rows) -> tuple[jax.Array, jax.Array]:
     """The slot that each packed token is written to; a padding token's is in the null page.
 
     Slots are derived here and nowhere else.
@@ -248,20 +249,20 @@ def token_slots(num_tokens: int, page_size: int, kv_lens, page_table, kv_starts,
     Args:
         num_tokens: T, static.
         page_size: tokens a page.
-        kv_lens: i32[S]. page_table: i32[S*P]. kv_starts: i32[S]. cu_q_lens: i32[S+1].
+        rows: where each row stands.
 
     Returns:
         (page ids i32[T], places in the page i32[T]).
     """
-    places = token_places(num_tokens, kv_lens, cu_q_lens)
-    pages_per_row = page_table.shape[0] // kv_lens.shape[0]
-    index = places.position - kv_starts[places.row]  # token's place in its row's pages
+    places = token_places(num_tokens, rows.kv_lens, rows.cu_q_lens)
+    pages_per_row = rows.page_table.shape[0] // rows.kv_lens.shape[0]
+    index = places.position - rows.kv_starts[places.row]  # token's place in its row's pages
     index = jnp.clip(index, 0, pages_per_row * page_size - 1)
-    page_ids = page_table[places.row * pages_per_row + index // page_size]
+    page_ids = rows.page_table[places.row * pages_per_row + index // page_size]
     return jnp.where(places.live, page_ids, 0), index % page_size
 
 
-def write(kv: KVPages, k_new, v_new, kv_lens, page_table, kv_starts, cu_q_lens, k_scale, v_scale):
+def write(kv: KVPages, k_new, v_new, rows: Rows, scales: Scales) -> KVPages:
     """Write the new tokens' keys and values into their pages.
 
     Padding tokens write to the null page.
@@ -269,17 +270,15 @@ def write(kv: KVPages, k_new, v_new, kv_lens, page_table, kv_starts, cu_q_lens, 
     Args:
         kv: the pool.
         k_new, v_new: [T, K, D].
-        kv_lens: i32[S]. page_table: i32[S*P]. kv_starts: i32[S]. cu_q_lens: i32[S+1].
-        k_scale, v_scale: f32[K] for an 8-bit pool, else None.
+        rows: where each row stands.
+        scales: of an 8-bit pool.
 
     Returns:
         The pool with those slots written; nothing else changes but the null page.
     """
-    page_ids, offsets = token_slots(
-        k_new.shape[0], kv.page_size, kv_lens, page_table, kv_starts, cu_q_lens
-    )
-    k = encode(k_new, kv.dtype, k_scale)
-    v = encode(v_new, kv.dtype, v_scale)
+    page_ids, offsets = token_slots(k_new.shape[0], kv.page_size, rows)
+    k = encode(k_new, kv.dtype, scales.k)
+    v = encode(v_new, kv.dtype, scales.v)
     if LAYOUTS[kv.layout].as_bytes:
         k, v = as_bytes((k, v))
     data = LAYOUTS[kv.layout].write(kv.data, page_ids, offsets, k, v)

@@ -10,56 +10,39 @@ import jax.numpy as jnp
 from pallas_kernels.ragged_paged_attention import layout
 
 
-def attend(
-    q,
-    k_new,
-    v_new,
-    kv,
-    kv_lens,
-    page_table,
-    kv_starts,
-    cu_q_lens,
-    ranges,
-    k_scale,
-    v_scale,
-    sinks,
-    *,
-    sm_scale,
-    window,
-    soft_cap,
-    return_lse,
-    blocks,
-    interpret,
-):
+def attend(q, k_new, v_new, kv, rows, scales, sinks, *, options, blocks, interpret):
     """See `api.ragged_paged_attention`; one token at a time over the whole of its row's table."""
-    del ranges, interpret  # the order of the rows changes nothing, and there is no kernel
+    del interpret  # dispatch refused it: there is no kernel
     if blocks is not None:
         raise NotImplementedError("blocks: attention backend 'reference' has none")
     if k_new is not None:
-        kv = layout.write(
-            kv, k_new, v_new, kv_lens, page_table, kv_starts, cu_q_lens, k_scale, v_scale
-        )
-    table = page_table.reshape(kv_lens.shape[0], -1)  # i32[S, P]
-    places = layout.token_places(q.shape[0], kv_lens, cu_q_lens)
+        kv = layout.write(kv, k_new, v_new, rows, scales)
+    table = rows.page_table.reshape(rows.kv_lens.shape[0], -1)  # i32[S, P]
+    places = layout.token_places(q.shape[0], rows.kv_lens, rows.cu_q_lens)
 
     def one_token(inputs):
         query, row, position, live = inputs
         pages = kv.gather(table[row]).transpose(2, 0, 3, 1, 4)  # [2, P, page, K, D]
         pages = pages.reshape(2, -1, kv.num_kv_heads, kv.head_dim)  # [2, C, K, D]
-        keys, values = _decode(pages[0], k_scale), _decode(pages[1], v_scale)
-        key_position = kv_starts[row] + jnp.arange(keys.shape[0], dtype=jnp.int32)  # i32[C]
+        keys, values = _decode(pages[0], scales.k), _decode(pages[1], scales.v)
+        key_position = rows.kv_starts[row] + jnp.arange(keys.shape[0], dtype=jnp.int32)  # i32[C]
         seen = key_position <= position
-        if window is not None:
-            seen &= key_position > position - window
+        if options.window is not None:
+            seen &= key_position > position - options.window
         out, lse = _softmax(
-            query.astype(jnp.float32) * sm_scale, keys, values, seen, soft_cap, sinks
+            query.astype(jnp.float32) * options.sm_scale,
+            keys,
+            values,
+            seen,
+            options.soft_cap,
+            sinks,
         )
         # A padding token sees whatever row it was given: its result is thrown away, NaN and all.
         out = out.astype(q.dtype)
         return jnp.where(live, out, jnp.zeros_like(out)), jnp.where(live, lse, 0.0)
 
     out, lse = jax.lax.map(one_token, (q, places.row, places.position, places.live))
-    return out, kv, (lse if return_lse else None)
+    return out, kv, (lse if options.return_lse else None)
 
 
 def _softmax(query, keys, values, seen, soft_cap, sinks):

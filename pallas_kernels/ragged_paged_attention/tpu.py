@@ -34,27 +34,7 @@ BLOCK_TOKENS = (64, 512)
 MAX_TILE_TOKENS = 128
 
 
-def attend(
-    q,
-    k_new,
-    v_new,
-    kv,
-    kv_lens,
-    page_table,
-    kv_starts,
-    cu_q_lens,
-    ranges,
-    k_scale,
-    v_scale,
-    sinks,
-    *,
-    sm_scale,
-    window,
-    soft_cap,
-    return_lse,
-    blocks,
-    interpret,
-):
+def attend(q, k_new, v_new, kv, rows, scales, sinks, *, options, blocks, interpret):
     """See `api.ragged_paged_attention`.
 
     `blocks` is a pair: pages in a block of keys, query tokens in a tile. `interpret` is None or
@@ -64,29 +44,28 @@ def attend(
     plan = make_plan(
         q,
         kv,
-        num_rows=kv_lens.shape[0],
-        num_entries=page_table.shape[0],
-        window=window,
-        soft_cap=soft_cap,
+        num_rows=rows.kv_lens.shape[0],
+        num_entries=rows.page_table.shape[0],
+        window=options.window,
+        soft_cap=options.soft_cap,
         has_sinks=sinks is not None,
-        return_lse=return_lse,
+        return_lse=options.return_lse,
         writes=k_new is not None,
         blocks=blocks,
         interpreted=bool(interpret),
     )
     new = None
     if k_new is not None:
-        k = layout.encode(k_new, kv.dtype, k_scale)
-        v = layout.encode(v_new, kv.dtype, v_scale)
+        k = layout.encode(k_new, kv.dtype, scales.k)
+        v = layout.encode(v_new, kv.dtype, scales.v)
         new = layout.pack_tpu_rows(k, v)
-    rows = (kv_lens - kv_starts, page_table, cu_q_lens, ranges)
     ones = jnp.ones((kv.num_kv_heads,), F32)
-    scales = (
-        (ones if k_scale is None else k_scale) * sm_scale,
-        ones if v_scale is None else v_scale,
+    factors = (
+        (ones if scales.k is None else scales.k) * options.sm_scale,
+        ones if scales.v is None else scales.v,
     )
     out, pages, lse = _attend(
-        q, new, kv.data[0], rows, scales, sinks, plan=plan, interpret=interpret
+        q, new, kv.data[0], rows, factors, sinks, plan=plan, interpret=interpret
     )
     kv = dataclasses.replace(kv, data=(pages,))
     return out, kv, lse
@@ -128,7 +107,7 @@ def make_plan(q, kv, *, num_rows: int, num_entries: int, blocks=None, **options)
 
 # A jit of its own: an unrolled model traces and lowers it once, not once per layer.
 @functools.partial(jax.jit, static_argnames=("plan", "interpret"))
-def _attend(q, new, pages, rows, scales, sinks, *, plan, interpret):
+def _attend(q, new, pages, rows, factors, sinks, *, plan, interpret):
     """(out [T, H, D], the pool's array, lse f32[T, H] or None)."""
     num_tokens, num_heads, head_dim = q.shape
     kv_heads, group = plan.num_kv_heads, num_heads // plan.num_kv_heads
@@ -137,22 +116,23 @@ def _attend(q, new, pages, rows, scales, sinks, *, plan, interpret):
     if sinks is not None:
         sinks = jnp.pad(sinks.reshape(kv_heads, group), extra[1:3])
         sinks = jnp.broadcast_to(sinks[:, :, None], (kv_heads, plan.group, TPU_LANES))
-    kv_lens, page_table, cu_q_lens, ranges = rows
     result = _call(
         plan,
         interpret,
         {
-            "kv_lens": kv_lens,
-            "page_table": page_table,
-            "cu_q_lens": cu_q_lens,
-            "next_row": _next_row(cu_q_lens),
-            "ranges": ranges,
-            "k_scale": scales[0],
-            "v_scale": scales[1],
+            "kv_lens": rows.kv_lens - rows.kv_starts,
+            "page_table": rows.page_table,
+            "cu_q_lens": rows.cu_q_lens,
+            "next_row": _next_row(rows.cu_q_lens),
+            "ranges": rows.ranges,
+            "k_scale": factors[0],
+            "v_scale": factors[1],
         },
         {"q": grouped, "new": new, "sinks": sinks, "pages": pages},
     )
-    live = jnp.arange(num_tokens, dtype=jnp.int32) < cu_q_lens[-1]  # the kernel leaves others be
+    live = (
+        jnp.arange(num_tokens, dtype=jnp.int32) < rows.cu_q_lens[-1]
+    )  # the kernel leaves others be
 
     def by_token(x, lanes):
         x = x[:, :, :group, lanes].swapaxes(0, 1).reshape(num_tokens, num_heads, -1)

@@ -27,14 +27,6 @@ from pallas_kernels.ragged_paged_attention import layout
 NEG = -1e30
 
 
-class _Options(NamedTuple):
-    """What is known when the program is compiled."""
-
-    window: int | None
-    soft_cap: float | None
-    return_lse: bool
-
-
 class _Batch(NamedTuple):
     """What both halves read: the call's arguments after the write."""
 
@@ -64,46 +56,15 @@ class _Softmax(NamedTuple):
     acc: Any  # f32[.., D] sum of exp(score - top) * value
 
 
-def attend(
-    q,
-    k_new,
-    v_new,
-    kv,
-    kv_lens,
-    page_table,
-    kv_starts,
-    cu_q_lens,
-    ranges,
-    k_scale,
-    v_scale,
-    sinks,
-    *,
-    sm_scale,
-    window,
-    soft_cap,
-    return_lse,
-    blocks,
-    interpret,
-):
+def attend(q, k_new, v_new, kv, rows, scales, sinks, *, options, blocks, interpret):
     """See `api.ragged_paged_attention`.
 
     `blocks` is a pair: pages of single-token rows handled at once, and a tuple of (tokens, pages)
     tiles for the other rows, small to large; a row takes the first whose tokens hold half of it.
     """
     del interpret  # dispatch refused it: there is no kernel to interpret
-    return _attend(
-        q,
-        k_new,
-        v_new,
-        kv,
-        (kv_lens, page_table, kv_starts, cu_q_lens, ranges),
-        k_scale,
-        v_scale,
-        sinks,
-        sm_scale=sm_scale,
-        options=_Options(window, soft_cap, return_lse),
-        blocks=blocks or default_blocks(q.shape[0], kv.page_size),
-    )
+    blocks = blocks or default_blocks(q.shape[0], kv.page_size)
+    return _attend(q, k_new, v_new, kv, rows, scales, sinks, options=options, blocks=blocks)
 
 
 def default_blocks(num_tokens: int, page_size: int) -> tuple[int, tuple[tuple[int, int], ...]]:
@@ -115,32 +76,29 @@ def default_blocks(num_tokens: int, page_size: int) -> tuple[int, tuple[tuple[in
 
 
 # A jit of its own: an unrolled model traces and lowers it once, not once per layer.
-@functools.partial(jax.jit, static_argnames=("sm_scale", "options", "blocks"))
-def _attend(q, k_new, v_new, kv, rows, k_scale, v_scale, sinks, *, sm_scale, options, blocks):
-    kv_lens, page_table, kv_starts, cu_q_lens, ranges = rows
+@functools.partial(jax.jit, static_argnames=("options", "blocks"))
+def _attend(q, k_new, v_new, kv, rows, scales, sinks, *, options, blocks):
     num_tokens, heads, head_dim = q.shape
     kv_heads = kv.num_kv_heads
     if k_new is not None:
-        kv = layout.write(
-            kv, k_new, v_new, kv_lens, page_table, kv_starts, cu_q_lens, k_scale, v_scale
-        )
+        kv = layout.write(kv, k_new, v_new, rows, scales)
         # Without it XLA fuses the write into the read when one row is written and read; the old
         # pool then outlives the write, and all of it is copied (10 to 180 ms a step at batch 1).
         kv = lax.optimization_barrier(kv)
     groups = (kv_heads, heads // kv_heads)
-    scaled = q.astype(jnp.float32) * sm_scale
+    scaled = q.astype(jnp.float32) * options.sm_scale
     keys, values = (a.reshape(-1, kv.page_size * head_dim) for a in kv.data)
     batch = _Batch(
         q=scaled.reshape(num_tokens, *groups, head_dim),
         keys=keys,
         values=values,
-        kv_lens=kv_lens,
-        kv_starts=kv_starts,
-        cu_q_lens=cu_q_lens,
-        table=page_table.reshape(kv_lens.shape[0], -1),
-        ranges=ranges,
-        k_scale=k_scale,
-        v_scale=v_scale,
+        kv_lens=rows.kv_lens,
+        kv_starts=rows.kv_starts,
+        cu_q_lens=rows.cu_q_lens,
+        table=rows.page_table.reshape(rows.kv_lens.shape[0], -1),
+        ranges=rows.ranges,
+        k_scale=scales.k,
+        v_scale=scales.v,
         sinks=None if sinks is None else sinks.reshape(groups),
         kv_dtype=kv.dtype,
     )

@@ -21,6 +21,7 @@ import numpy as np
 
 from pallas_kernels import compat
 from pallas_kernels.ragged_paged_attention import gpu_chunks, gpu_chunks_kernel
+from pallas_kernels.ragged_paged_attention.call import Rows, Scales
 from tests.pallas_kernels.ragged_cases import Case, make_case, oracle
 
 SCALE = 0.2
@@ -109,12 +110,10 @@ def all_rows(case: Case) -> Case:
 def run(spec: Interpreted, case: Case) -> tuple[np.ndarray, np.ndarray]:
     """(out, lse) of all tokens, f64."""
     sinks = np.linspace(-1, 8, case.q.shape[1], dtype=np.float32) if spec.sinks else None
-    table = case.page_table.reshape(len(case.kv_lens), -1)
-    arrays = (case.q, case.after, case.kv_lens, table, case.kv_starts, case.cu_q_lens, case.ranges)
-    scales = (case.k_scale, case.v_scale, sinks)
+    rows = Rows(case.kv_lens, case.page_table, case.kv_starts, case.cu_q_lens, case.ranges)
+    scales = Scales(case.k_scale, case.v_scale)
     out, lse = gpu_chunks.attend_chunks(
-        *(jnp.asarray(a) for a in arrays),
-        *(None if a is None else jnp.asarray(a) for a in scales),
+        *jax.tree.map(jnp.asarray, (case.q, case.after, rows, scales, sinks)),
         sm_scale=SCALE,
         **{"window": None, "soft_cap": None} | spec.options,
         interpret=compat.GpuInterpretParams(detect_races=True),
@@ -165,13 +164,14 @@ def last_tile_first(*arguments):
     )
 
 
-# What is broken -> (the method that does it, its broken self, what the fault is to say).
+# What is broken -> (the method that does it, its broken self, what the fault is to say). A slot of the
+# ring that is loaded again too early is not among them: compute reads it by wgmma, where the detector
+# does not look, and whether the numbers suffer is a matter of timing.
 BROKEN: dict[str, tuple[str, Callable, str]] = {
     "pages are not waited for": ("wait_landed", lambda self, landing: None, "race"),
-    # Compute reads by wgmma, where the detector does not look.
-    "slots are reused at once": ("wait_empty", lambda self, serial: None, ""),
     "values are not cleaned": ("clean", lambda self, slot, begin, end: None, "not finite"),
-    "tiles are stored whole": ("store_rows", store_whole_tiles, "out: "),
+    # A race where the tiles are those of two programs that run at once, wrong numbers otherwise.
+    "tiles are stored whole": ("store_rows", store_whole_tiles, ""),
 }
 
 

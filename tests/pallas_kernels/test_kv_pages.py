@@ -7,6 +7,7 @@ import pytest
 
 from pallas_kernels import page_bytes
 from pallas_kernels.ragged_paged_attention import KVPages, layout
+from pallas_kernels.ragged_paged_attention.call import Rows, Scales
 
 SHAPE = {"num_pages": 6, "page_size": 4, "num_kv_heads": 3, "head_dim": 64}
 
@@ -39,6 +40,10 @@ def test_gather_gives_back_what_scatter_took(name, head_dim, dtype):
     np.testing.assert_array_equal(moved.gather(jnp.arange(6, dtype=jnp.int32)), pages)
 
 
+def rows_of(*arrays: list[int]) -> Rows:
+    return Rows(*(jnp.array(a, jnp.int32) for a in arrays), ranges=None)
+
+
 @pytest.mark.parametrize("name", layout.LAYOUTS)
 def test_write_touches_its_slots_and_the_null_page_only(name):
     kv, pages = _counting(name)
@@ -48,12 +53,8 @@ def test_write_touches_its_slots_and_the_null_page_only(name):
     written = layout.write(
         kv,
         *new,
-        kv_lens=jnp.array([5, 5, 0], jnp.int32),
-        page_table=jnp.array([4, 5, 2, 1, 0, 0], jnp.int32),
-        kv_starts=jnp.array([0, 0, 0], jnp.int32),
-        cu_q_lens=jnp.array([0, 1, 4, 4], jnp.int32),
-        k_scale=None,
-        v_scale=None,
+        rows_of([5, 5, 0], [4, 5, 2, 1, 0, 0], [0, 0, 0], [0, 1, 4, 4]),
+        Scales(None, None),
     )
     for page, offset in [(5, 0), (2, 2), (2, 3), (1, 0)]:
         pages[page, :, 0, offset], pages[page, :, 1, offset] = -1.0, -2.0
@@ -69,12 +70,8 @@ def test_write_counts_from_kv_starts():
         kv,
         one,
         one,
-        kv_lens=jnp.array([14], jnp.int32),
-        page_table=jnp.array([3, 1], jnp.int32),
-        kv_starts=jnp.array([8], jnp.int32),
-        cu_q_lens=jnp.array([0, 1], jnp.int32),
-        k_scale=None,
-        v_scale=None,
+        rows_of([14], [3, 1], [8], [0, 1]),
+        Scales(None, None),
     )
     pages[1, :, :, 1] = -1.0  # position 13 is the row's slot 5
     np.testing.assert_array_equal(written.gather(jnp.arange(6, dtype=jnp.int32)), pages)
