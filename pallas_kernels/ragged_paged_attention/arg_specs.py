@@ -7,6 +7,8 @@ Invariant: a name means the same shapes everywhere, so that a number measured un
 import dataclasses
 from typing import NamedTuple
 
+import numpy as np
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadSpec:
@@ -38,6 +40,11 @@ class StepSpec:
     num_rows: int
     num_tokens: int
     context: int
+
+    def rows(self, page_size: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
+        """Row arrays of the step, as `page_rows`."""
+        counts, contexts = [self.num_tokens] * self.num_rows, [self.context] * self.num_rows
+        return page_rows(counts, contexts, page_size, rng)
 
 
 HEADS = {
@@ -172,3 +179,29 @@ CASES = {
     "e4m3": CaseSpec(rows=_SHORT, heads=(4, 2, 128), kv_dtype="float8_e4m3fn"),
     "e5m2": CaseSpec(rows=_SHORT, kv_dtype="float8_e5m2"),
 }
+
+
+def page_rows(
+    counts: list[int], contexts: list[int], page_size: int, rng: np.random.Generator
+) -> dict[str, np.ndarray]:
+    """Row arrays of a batch without padding, its pages dealt out at random from page 1 on.
+
+    Args:
+        counts: new tokens of each row, single tokens first.
+        contexts: tokens of each row, the new ones included.
+    """
+    needed = [-(-context // page_size) for context in contexts]
+    ids = rng.permutation(sum(needed)).astype(np.int32) + 1
+    table = np.zeros((len(counts), max(needed)), np.int32)
+    taken = 0
+    for row, count in enumerate(needed):
+        table[row, :count] = ids[taken : taken + count]
+        taken += count
+    singles = sum(count == 1 for count in counts)
+    return {
+        "kv_lens": np.array(contexts, np.int32),
+        "page_table": table.reshape(-1),
+        "kv_starts": np.zeros(len(counts), np.int32),
+        "cu_q_lens": np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
+        "ranges": np.array([singles, singles, len(counts)], np.int32),
+    }

@@ -11,7 +11,8 @@ from pallas_kernels import dispatch
 from pallas_kernels.page_copy import copy_pages, gather_pages, scatter_pages
 from pallas_kernels.ragged_paged_attention import KVPages
 from pallas_kernels.ragged_paged_attention.arg_specs import HeadSpec
-from scripts.device.common import Row, seconds_per_call
+from scripts.device.report import Row
+from scripts.device.timing import seconds_per_call
 
 NUM_PAGES = 1025
 

@@ -14,7 +14,8 @@ import numpy as np
 from pallas_kernels import dispatch
 from pallas_kernels.ragged_paged_attention import KVPages, ragged_paged_attention
 from pallas_kernels.ragged_paged_attention.arg_specs import HeadSpec, StepSpec
-from scripts.device.common import Deadline, Row, page_rows, seconds_per_call
+from scripts.device.report import Deadline, Row
+from scripts.device.timing import seconds_per_call
 
 NUM_LAYERS = 4  # pools in one program, so that starting it is no part of a layer's time
 
@@ -39,8 +40,7 @@ def layer_seconds(
 ) -> float:
     """Seconds of one layer's attention, the write of the new tokens included."""
     rng = np.random.default_rng(0)
-    counts, contexts = [step.num_tokens] * step.num_rows, [step.context] * step.num_rows
-    rows = {k: jnp.asarray(v) for k, v in page_rows(counts, contexts, page_size, rng).items()}
+    rows = {name: jnp.asarray(a) for name, a in step.rows(page_size, rng).items()}
     num_tokens = step.num_rows * step.num_tokens
     shapes = [
         (num_tokens, count, heads.head_dim)

@@ -9,7 +9,8 @@ import numpy as np
 
 from pallas_kernels import dispatch
 from pallas_kernels.ragged_paged_attention import KVPages, layout, ragged_paged_attention
-from scripts.device.common import Deadline, Row, page_rows
+from pallas_kernels.ragged_paged_attention.arg_specs import page_rows
+from scripts.device.report import Deadline, Row
 
 HEADS = [(9, 3, 64), (32, 8, 64), (32, 8, 128), (16, 16, 128), (8, 1, 128), (8, 2, 256)]
 OPTIONS = [

@@ -26,7 +26,7 @@ from jaxserve.schedule.admission import ADMISSIONS
 from jaxserve.schedule.buckets import Buckets
 from jaxserve.schedule.scheduler import Scheduler
 from pallas_kernels import dispatch
-from scripts.device.common import Deadline, Row
+from scripts.device.report import Deadline, Row
 
 PROMPT_TOKENS = 128
 OUTPUT_TOKENS = 64

@@ -5,16 +5,14 @@ Kernels of other platforms run in Pallas' interpreters, in a process of their ow
 """
 
 import functools
-import json
 import math
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 from pallas_kernels.ragged_paged_attention.arg_specs import CASES
 from tests.pallas_kernels import implementations
+from tests.pallas_kernels.child import reports
 from tests.pallas_kernels.implementations import IMPLEMENTATIONS, measure
 
 LIMITS = {"float32": 2e-5, "bfloat16": 1e-2}
@@ -37,22 +35,9 @@ MARKS = {
 
 @functools.cache
 def interpreted(backend: str, dtype: str) -> dict[str, dict]:
-    """Case -> what it measured, of those that were done before the child ended or its time was up."""
-    command = [sys.executable, "-m", implementations.__name__, backend, dtype]
-    with subprocess.Popen(
-        [*command, *RUNS[backend, dtype]],
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    ) as child:
-        try:
-            output, _ = child.communicate(timeout=INTERPRETED_LIMIT_S[backend])
-        except subprocess.TimeoutExpired:
-            child.kill()
-            output, _ = child.communicate()
-    # jax 0.11 prints the races it finds among them.
-    found = [json.loads(line) for line in output.splitlines() if line.startswith('{"name"')]
-    return {result.pop("name"): result for result in found}
+    """Case -> what it measured; each child runs once."""
+    cases, limit_s = RUNS[backend, dtype], INTERPRETED_LIMIT_S[backend]
+    return reports(implementations.__name__, backend, dtype, *cases, limit_s=limit_s)
 
 
 @functools.cache

@@ -7,10 +7,7 @@ of wgmma, a page id out of range or a cast that the hardware lacks.
 
 import dataclasses
 import functools
-import json
 import math
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -26,33 +23,18 @@ from pallas_kernels.ragged_paged_attention import (
     ragged_paged_attention,
 )
 from tests.pallas_kernels import gpu_interpreted
+from tests.pallas_kernels.child import faults
 from tests.pallas_kernels.ragged_cases import array_args, make_case, make_pages
 
 
-def interpret(which: str, repository, timeout_s: float) -> dict[str, str]:
-    """Name -> fault of what the child reported before it ended or its time was up."""
-    command = [sys.executable, "-m", "tests.pallas_kernels.gpu_interpreted", which]
-    with subprocess.Popen(
-        command, cwd=repository, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    ) as child:
-        try:
-            output, _ = child.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            output, _ = child.communicate()
-    # jax 0.11 prints the races it finds among them.
-    results = [json.loads(line) for line in output.splitlines() if line.startswith('{"name"')]
-    return {result["name"]: result["fault"] for result in results}
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, str]:
+    return faults(gpu_interpreted.__name__, "cases", limit_s=420)
 
 
 @pytest.fixture(scope="module")
-def interpreted(repository) -> dict[str, str]:
-    return interpret("cases", repository, timeout_s=420)
-
-
-@pytest.fixture(scope="module")
-def broken(repository) -> dict[str, str]:
-    return interpret("controls", repository, timeout_s=150)
+def broken() -> dict[str, str]:
+    return faults(gpu_interpreted.__name__, "controls", limit_s=150)
 
 
 @pytest.mark.gpu_interpret

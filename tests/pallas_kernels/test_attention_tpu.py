@@ -8,9 +8,6 @@ values are loaded in another form there than in the compiled kernel:
 
 import dataclasses
 import functools
-import json
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -26,26 +23,15 @@ from pallas_kernels.ragged_paged_attention import (
     tpu_kernel,
 )
 from tests.pallas_kernels import tpu_interpreted
+from tests.pallas_kernels.child import faults
 from tests.pallas_kernels.ragged_cases import array_args, make_case, make_pages
 
 F32 = jnp.float32
 
 
 @pytest.fixture(scope="module")
-def broken(repository) -> dict[str, str]:
-    """Name -> fault of what the child reported before it ended or its time was up."""
-    command = [sys.executable, "-m", tpu_interpreted.__name__]
-    with subprocess.Popen(
-        command, cwd=repository, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    ) as child:
-        try:
-            output, _ = child.communicate(timeout=120)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            output, _ = child.communicate()
-    # jax 0.11 prints the races it finds among them.
-    results = [json.loads(line) for line in output.splitlines() if line.startswith('{"name"')]
-    return {result["name"]: result["fault"] for result in results}
+def broken() -> dict[str, str]:
+    return faults(tpu_interpreted.__name__, limit_s=120)
 
 
 @pytest.mark.interpret

@@ -4,10 +4,6 @@ The interpreter checks waits and races, but not those of wgmma, and takes forms 
 sm_90a does not.
 """
 
-import json
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,32 +12,17 @@ import pytest
 from pallas_kernels import dispatch
 from pallas_kernels.ragged_paged_attention import gpu_chunks, gpu_plan
 from tests.pallas_kernels import gpu_chunks_interpreted
-
-
-def interpret(which: str, repository, timeout_s: float) -> dict[str, str]:
-    """Name -> fault of what the child reported before it ended or its time was up."""
-    command = [sys.executable, "-m", "tests.pallas_kernels.gpu_chunks_interpreted", which]
-    with subprocess.Popen(
-        command, cwd=repository, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    ) as child:
-        try:
-            output, _ = child.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            output, _ = child.communicate()
-    # jax 0.11 prints the races it finds among them.
-    results = [json.loads(line) for line in output.splitlines() if line.startswith('{"name"')]
-    return {result["name"]: result["fault"] for result in results}
+from tests.pallas_kernels.child import faults
 
 
 @pytest.fixture(scope="module")
-def interpreted(repository) -> dict[str, str]:
-    return interpret("cases", repository, timeout_s=240)
+def interpreted() -> dict[str, str]:
+    return faults(gpu_chunks_interpreted.__name__, "cases", limit_s=240)
 
 
 @pytest.fixture(scope="module")
-def broken(repository) -> dict[str, str]:
-    return interpret("controls", repository, timeout_s=120)
+def broken() -> dict[str, str]:
+    return faults(gpu_chunks_interpreted.__name__, "controls", limit_s=120)
 
 
 @pytest.mark.gpu_interpret

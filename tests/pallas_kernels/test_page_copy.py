@@ -6,10 +6,7 @@ scripts/tpu_aot and scripts/gpu_aot report.
 
 import functools
 import itertools
-import json
 import runpy
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -20,33 +17,18 @@ from pallas_kernels import dispatch
 from pallas_kernels.page_copy import check_copies, copy_pages, gather_pages, gpu, scatter_pages
 from pallas_kernels.ragged_paged_attention import KVPages, layout
 from tests.pallas_kernels import page_copy_interpreted as interpreted
+from tests.pallas_kernels.child import faults
 from tests.pallas_kernels.page_copy_interpreted import CHECKS, DTYPES, Pool
 
 XLA = {"backend": "xla"}
 I32 = jnp.int32
 
 
-def interpret(backend: str, which: str, repository, timeout_s: float) -> dict[str, str]:
-    """Name -> fault of what the child reported before it ended or its time was up."""
-    module = "tests.pallas_kernels.page_copy_interpreted"
-    command = [sys.executable, "-m", module, backend, which]
-    with subprocess.Popen(
-        command, cwd=repository, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    ) as child:
-        try:
-            output, _ = child.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            output, _ = child.communicate()
-    # jax 0.11 prints the races it finds among them.
-    found = [json.loads(line) for line in output.splitlines() if line.startswith('{"name"')]
-    return {result["name"]: result["fault"] for result in found}
-
-
 @pytest.fixture(scope="module")
-def outcome(repository):
+def outcome():
     """(backend, "cases" or "controls") -> name -> fault; each child runs once."""
-    return functools.cache(lambda backend, which: interpret(backend, which, repository, 120))
+    module = interpreted.__name__
+    return functools.cache(lambda backend, which: faults(module, backend, which, limit_s=120))
 
 
 BACKENDS = [

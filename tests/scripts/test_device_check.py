@@ -54,7 +54,7 @@ def test_every_part_reports(repository, tmp_path):
 
 
 def test_a_wrong_kernel_is_a_fault(part, monkeypatch):
-    right, common = part("right"), part("common")
+    right, report = part("right"), part("report")
     real = right.ragged_paged_attention
 
     def wrong(*args, backend, **options):
@@ -69,14 +69,14 @@ def test_a_wrong_kernel_is_a_fault(part, monkeypatch):
         dtype="float32",
         page_size=16,
         longest=40,
-        deadline=common.Deadline(60),
+        deadline=report.Deadline(60),
     )
     assert row.fault == "differs"
     assert row.figures["out_error"] > 2e-5
 
 
 def test_nothing_begins_when_the_time_is_over(part):
-    right, common = part("right"), part("common")
+    right, report = part("right"), part("report")
     (row,) = right.check_attention(
         "xla",
         seed=1,
@@ -84,7 +84,7 @@ def test_nothing_begins_when_the_time_is_over(part):
         dtype="float32",
         page_size=16,
         longest=40,
-        deadline=common.Deadline(-1),
+        deadline=report.Deadline(-1),
     )
     assert row.figures == {"skipped": "out of time"}
 
