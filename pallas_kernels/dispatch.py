@@ -150,12 +150,13 @@ def refusal(name: str, demand: Demand) -> str | None:
     backend = _backend(name)
     own = f"attention backend {name!r}"
     if demand.interpret and backend.platform is None:
-        return f"attention_interpret=True: {own} has no kernel to interpret"
+        return f"attention_interpret=True: {own} has no kernel to interpret, gpu and tpu have"
     on_device = demand.platform is not None and not demand.interpret
     if on_device and backend.platform not in (None, demand.platform):
         return (
             f"attention_backend={name!r} runs on {backend.platform}, and this is "
-            f"{demand.platform}; --attention_backend=xla serves on every platform"
+            f"{demand.platform}; --attention_backend=xla serves on every platform, and "
+            "--attention_interpret runs this one in an interpreter, slowly"
         )
     questions = [
         ("dtype", demand.dtype, backend.dtypes),
@@ -266,10 +267,14 @@ def _candidates(demand: Demand) -> tuple[str, ...]:
     return AUTO[demand.platform]
 
 
+def _shipped() -> list[str]:
+    return [name for name, backend in BACKENDS.items() if backend.module is not None]
+
+
 def _backend(name: str) -> Backend:
     if name not in BACKENDS:
         raise ValueError(
-            f"attention_backend={name!r}: no such backend; known: auto, {', '.join(BACKENDS)}"
+            f"attention_backend={name!r}: no such backend; known: {', '.join(_shipped())}"
         )
     backend = BACKENDS[name]
     if backend.module is None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 from tests.llms import TINY
@@ -82,6 +83,13 @@ def test_python_blocks(repository, monkeypatch, capsys):
         code = code.replace("[504, 3575, 282]", "[5, 6, 7]")
         exec(compile(code, "README.md", "exec"), names)
         assert capsys.readouterr().out.strip()
+
+
+def test_the_python_block_of_the_kernels(capsys):
+    (block,) = blocks("python", KERNELS)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        exec(compile(block, "kernels.md", "exec"), {})
+    assert capsys.readouterr().out == "(4, 8, 64) (1, 2, 2, 16, 64)\n"
 
 
 def test_every_public_name_is_there():
