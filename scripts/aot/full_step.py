@@ -18,33 +18,15 @@ from jaxserve.device.programs import Program
 from jaxserve.model import sharding
 from jaxserve.model.attention import AttentionKernel
 from jaxserve.model.registry import ModelFunctions, build_model
-from jaxserve.model_config import ModelConfig, RopeConfig
+from jaxserve.model_config import ModelConfig
 from jaxserve.schedule.buckets import Buckets
 from pallas_kernels import dispatch
 from pallas_kernels.page_bytes import page_bytes
 from scripts.aot.target import AXIS, REFUSALS, Target, collectives, local_bytes, look_at, refusal
+from scripts.models import LLAMA_3_8B, LLAMA_3_70B
 
 DTYPE = jnp.dtype("bfloat16")
-_LLAMA_3 = ModelConfig(
-    vocab_size=128256,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    max_position_embeddings=131072,
-    rms_norm_eps=1e-5,
-    rope=RopeConfig(
-        theta=500000.0, rope_type="llama3", factor=8.0, original_max_position_embeddings=8192
-    ),
-)
-MODELS = {
-    "llama-3-8b": _LLAMA_3,
-    "llama-3-70b": dataclasses.replace(
-        _LLAMA_3, hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64
-    ),
-}
+MODELS = {"llama-3-8b": LLAMA_3_8B, "llama-3-70b": LLAMA_3_70B}
 # 256 sequences of up to 8192 tokens, 512 tokens in a step, every sequence sampled.
 BUCKETS = Buckets(max_num_seqs=256, max_num_batched_tokens=512, tokens=(512,), rows=(256,))
 MAX_MODEL_LEN = 8192

@@ -10,6 +10,7 @@ head and tile takes it up to a tenth of a second, hence the tiny cases.
 """
 
 import dataclasses
+import functools
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ import numpy as np
 from pallas_kernels import compat
 from pallas_kernels.ragged_paged_attention import gpu_chunks, gpu_chunks_kernel
 from pallas_kernels.ragged_paged_attention.call import Rows, Scales
+from tests.pallas_kernels.gpu_interpreted import fault_of
 from tests.pallas_kernels.ragged_cases import Case, make_case, oracle
 
 SCALE = 0.2
@@ -179,31 +181,17 @@ def results(which: str) -> Iterator[dict[str, str]]:
     """{name, fault} of every case, or of every broken kernel; fault is "" where all is well."""
     if which == "cases":
         for name, spec in CASES.items():
-            yield {"name": name, "fault": fault_of(spec)}
+            yield {"name": name, "fault": fault_of(functools.partial(check, spec))}
         return
     spec = Interpreted(rows=[(5, 270), (3, 3)], arguments={"heads": (1, 1)})
     gpu_chunks._make_work = last_tile_first
-    yield {"name": "sound", "fault": fault_of(spec)}
+    yield {"name": "sound", "fault": fault_of(functools.partial(check, spec))}
     for name, (method, broken, _) in BROKEN.items():
         sound = getattr(gpu_chunks_kernel._Kernel, method)
         setattr(gpu_chunks_kernel._Kernel, method, broken)
         jax.clear_caches()  # the traces of the kernel before
-        yield {"name": name, "fault": fault_of(spec)}
+        yield {"name": name, "fault": fault_of(functools.partial(check, spec))}
         setattr(gpu_chunks_kernel._Kernel, method, sound)
-
-
-def fault_of(spec: Interpreted) -> str:
-    """What went wrong, in short."""
-    try:
-        check(spec)
-    except Exception as error:  # noqa: BLE001 whatever it is, the test wants to see it
-        # jax 0.11 goes on after a race, and may fail of something else.
-        race = "RACE DETECTED" in str(error) or compat.gpu_races_found()
-        kind = "race" if race else type(error).__name__
-        return f"{kind}: {error}"[:2000]
-    finally:
-        compat.reset_gpu_interpreter()
-    return ""
 
 
 def main(which: str) -> None:
