@@ -144,8 +144,8 @@ class RadixNode:
         for first_page, child in self.children.items():
             assert child.parent is self, "a child has another parent"
             assert child.namespace == self.namespace, "a child is in another namespace"
-            assert first_page == child.first_page(), "a child has another first page"
             assert child.page_ids, "a node has no pages"
+            assert first_page == child.first_page(), "a child has another first page"
             assert len(child.tokens) == len(child.page_ids) * self.page_bytes, "a page is not full"
             assert child.start == self.num_prefix_pages, "num_prefix_pages is wrong"
             assert child.last_used <= self.last_used, "a child is more recent than its parent"
