@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
+from typing import NamedTuple
 
 from jaxserve.errors import InvalidRequestError, shown
 
@@ -182,6 +183,19 @@ class SamplingParams:
         return self.logprobs is not None and self.logprobs is not False
 
 
+class CacheSalt(NamedTuple):
+    """What separates the cached pages of one group of requests from those of another.
+
+    Args:
+        kind: where the salt comes from ("request", "api_key"): equal values of different kinds are
+            different salts.
+        value: the salt, at least one character.
+    """
+
+    kind: str
+    value: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """One prompt on its way into the engine.
@@ -191,11 +205,43 @@ class Request:
         prompt_token_ids: i32 ids, at least one; checked against vocabulary and limits by
             `Engine.add`.
         sampling_params: how to decode it.
+        priority: with admission "priority", smaller is sooner; also what eviction "priority" reads.
+        cache_salt: requests share cached pages only with requests of the same salt. A text is
+            tagged as the request's own; a `CacheSalt` carries the kind of its source, so that a
+            salt made by a server never equals one chosen by a client.
+        hold: keep its pages when it ends, for `Engine.fork`, until it is aborted.
+
+    Raises:
+        InvalidRequestError: a field of the wrong type or out of range.
     """
 
     id: str
     prompt_token_ids: Sequence[int]
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
+    priority: int = 0
+    cache_salt: "str | CacheSalt | None" = None
+    hold: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "priority", _plain(self.priority))
+        _require(
+            _is_int(self.priority) and -(2**31) <= self.priority < 2**31,
+            "priority",
+            self.priority,
+            "an integer in [-2**31, 2**31)",
+        )
+        salt = self.cache_salt
+        if isinstance(salt, str):
+            salt = CacheSalt("request", salt)
+            object.__setattr__(self, "cache_salt", salt)
+        _require(
+            salt is None
+            or (isinstance(salt, CacheSalt) and isinstance(salt.value, str) and 0 < len(salt.value)),
+            "cache_salt",
+            self.cache_salt,
+            "a text of at least one character, a CacheSalt, or None",
+        )
+        _require(isinstance(self.hold, bool), "hold", self.hold, "a boolean")
 
 
 @dataclass(frozen=True, kw_only=True)

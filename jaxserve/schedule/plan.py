@@ -30,10 +30,16 @@ class StepPlan:
     Args:
         slices: ordered as the kernels want their rows: by num_tokens, then by context length.
         bucket: the compiled shapes it runs in.
+        moves_out: (device page, host page) pairs, done first of all.
+        copies: (source page, target page) pairs, done next; no target is a source of another.
+        moves_in: (host page, device page) pairs, done last before the step.
     """
 
     slices: tuple[ScheduledSlice, ...]
     bucket: Bucket
+    moves_out: tuple[tuple[int, int], ...] = ()
+    copies: tuple[tuple[int, int], ...] = ()
+    moves_in: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:
