@@ -21,7 +21,7 @@ from jaxserve.groups.group import NON_FINITE, Group
 from jaxserve.groups.outbox import Outbox
 from jaxserve.request import CompletionOutput
 from jaxserve.schedule.scheduler import Scheduler
-from jaxserve.schedule.sequence import Sequence
+from jaxserve.schedule.sequence import Sequence, Status
 from jaxserve.text.watcher import Observation, TokenWatcher
 
 HELD_AFTER = ("stop", "length")  # these leave pages that a fork can use
@@ -228,12 +228,16 @@ class ChoiceGroup(Group):
             if choice.num_shown > choice.progress.num_observed:
                 self._commit(choice, choice.completion([], "abort", None), num_observed=0)
             choice.seq.rewind(choice.progress.num_observed)
+        for seq in self.held:
+            seq.status = Status.HELD  # it was, or was about to be
         known = self._going_on() if self.has_spread else self._going_on()[:1]
-        return [choice.seq for choice in known]
+        return [*self.held, *(choice.seq for choice in known)]
 
     def branch_point(self, index: int) -> tuple[Sequence, array]:
         if isinstance(index, bool) or not isinstance(index, int):
-            raise InvalidRequestError(f"index must be an integer, got {shown(index)}", param="index")
+            raise InvalidRequestError(
+                f"index must be an integer, got {shown(index)}", param="index"
+            )
         if not 0 <= index < len(self.choices):
             raise InvalidRequestError(
                 f"index must be in [0, {len(self.choices)}), got {shown(index)}", param="index"

@@ -168,7 +168,7 @@ class BeamSearch:
         return self._score(self.beams[0].sum_logprob, length) > self.hypotheses[-1].score
 
 
-def token_ids(path: Path | None) -> tuple[list[int], list[float]]:
+def path_tokens(path: Path | None) -> tuple[list[int], list[float]]:
     """The tokens of a path and their natural-log probabilities, first to last."""
     ids, logprobs = [], []
     while path is not None:
