@@ -18,12 +18,12 @@ from contextlib import contextmanager
 from jaxserve.errors import InvalidRequestError, shown
 from jaxserve.executor import Executor
 from jaxserve.groups.beams import BeamGroup, check_beams
-from jaxserve.groups.choices import ChoiceGroup
+from jaxserve.groups.choices import ChoiceGroup, one_watcher_per_choice
 from jaxserve.groups.group import Group
 from jaxserve.groups.limits import Limits
 from jaxserve.groups.outbox import Outbox
 from jaxserve.request import Request, RequestOutput, as_token_ids
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.sampling_params import SamplingParams, require_within
 from jaxserve.schedule.batch import SampledTokens, build_batch
 from jaxserve.schedule.plan import StepPlan
 from jaxserve.schedule.scheduler import Scheduler
@@ -126,20 +126,18 @@ class Engine:
         Source: tree of thoughts over shared KV pages, SGLang (Zheng et al., 2024), section 3.
         """
         with self._exclusive("fork"):
-            group = self._groups.get(request_id) or self._held_groups.get(request_id)
+            group = self._group(request_id)
             if group is None:
                 raise InvalidRequestError(
                     f"request {shown(request_id)} is neither in flight nor held", param="id"
                 )
             parent, known = group.branch_point(index)
-            if num_tokens is None:
-                num_tokens = len(known)
-            is_int = isinstance(num_tokens, int) and not isinstance(num_tokens, bool)
-            if not is_int or not 1 <= num_tokens <= len(known):
+            num_tokens = len(known) if num_tokens is None else num_tokens
+            require_within("num_tokens", num_tokens, 1, len(known))
+            if isinstance(append_token_ids, str) or not isinstance(append_token_ids, Iterable):
                 raise InvalidRequestError(
-                    f"num_tokens must be an integer in [1, {len(known)}], the tokens of request "
-                    f"{request_id!r} so far, got {shown(num_tokens)}",
-                    param="num_tokens",
+                    f"append_token_ids must be a list of token ids, got {shown(append_token_ids)}",
+                    param="append_token_ids",
                 )
             old = group.request
             request = Request(
@@ -200,10 +198,14 @@ class Engine:
             )
             for index in range(params.n)
         ]
-        watchers = _one_per_choice(watcher, request)
         if beam is not None:
             check_beams(beam, stop_ids)
+            if watcher is not None:
+                raise ValueError(
+                    "watcher: a beam search has none, its outputs are chosen at the end"
+                )
             return BeamGroup(seqs[0], beam, scheduler=self.scheduler, outbox=self._outbox)
+        watchers = one_watcher_per_choice(watcher, request)
         return ChoiceGroup(seqs, watchers, scheduler=self.scheduler, outbox=self._outbox)
 
     def abort(self, request_id: str, index: int | None = None) -> RequestOutput | None:
@@ -218,23 +220,24 @@ class Engine:
             in flight.
         """
         with self._exclusive("abort"):
-            group = self._groups.get(request_id) or self._outbox.owner(request_id)
+            group = self._group(request_id) or self._outbox.owner(request_id)
             if group is None:
-                held = self._held_groups.get(request_id)
-                if held is not None:
-                    self._in_change = True
-                    held.let_go()
-                    del self._held_groups[request_id]
-                    self._in_change = False
                 return None
             self._in_change = True
             if not group.has_ended:
                 group.abort(index)
                 self._settle(group)
+            if index is None and request_id in self._held_groups:
+                group.let_go()
+                del self._held_groups[request_id]
             outputs = self._outbox.gather(group, index)
             self._outbox.remove(group, index)
             self._in_change = False
             return outputs[0] if outputs else None
+
+    def _group(self, request_id: str) -> Group | None:
+        """The request of this id that is in flight or held."""
+        return self._groups.get(request_id) or self._held_groups.get(request_id)
 
     def update_params(self, params: object) -> None:
         """Goes on with other weights of the same model.
@@ -374,25 +377,6 @@ class Engine:
         assert held <= self._groups.keys() | self._held_groups.keys(), "nobody holds a sequence"
         if not queued and not held:
             assert scheduler.kv.num_owned_pages == 0, "pages leaked"
-
-
-def _one_per_choice(watcher: Watchers, request: Request) -> list[TokenWatcher | None]:
-    """A watcher for each choice, or None for each."""
-    num_choices = request.sampling_params.n
-    if watcher is None:
-        if request.sampling_params.stop:
-            raise InvalidRequestError(
-                "stop strings need a tokenizer; without one use stop_token_ids", param="stop"
-            )
-        return [None] * num_choices
-    watchers = list(watcher) if isinstance(watcher, Several) else [watcher]
-    if request.beam is not None or len(watchers) != num_choices:
-        wanted = 0 if request.beam is not None else num_choices
-        raise ValueError(
-            f"watcher: request {request.id!r} needs {wanted}, one for each choice that is "
-            f"released as it comes, got {len(watchers)}"
-        )
-    return watchers  # type: ignore[return-value]
 
 
 def derive_seed(seed: int, index: int) -> int:

@@ -100,6 +100,12 @@ class Request:
             "a text of at least one character, a CacheSalt, or None",
         )
         require(isinstance(self.hold, bool), "hold", self.hold, "a boolean")
+        if self.hold and self.sampling_params.max_tokens == 0:
+            raise InvalidRequestError(
+                "hold needs max_tokens of at least 1: a request for no tokens computes nothing to "
+                "keep",
+                param="hold",
+            )
         if self.beam is not None:
             self._check_beam(self.beam)
 

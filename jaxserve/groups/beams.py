@@ -10,7 +10,7 @@ perhaps, after a step that was cut short, one more.
 """
 
 from array import array
-from collections.abc import Sequence as Collection
+from collections.abc import Sequence as Several
 from typing import NamedTuple
 
 from jaxserve.errors import InvalidRequestError
@@ -24,7 +24,7 @@ from jaxserve.schedule.scheduler import Scheduler
 from jaxserve.schedule.sequence import Sequence, Status
 
 
-def check_beams(params: BeamParams, stop_ids: Collection[int] | frozenset[int]) -> None:
+def check_beams(params: BeamParams, stop_ids: Several[int] | frozenset[int]) -> None:
     """Raises InvalidRequestError when a step returns too few candidates for a search."""
     most = MAX_CANDIDATES - len(stop_ids)
     if params.beam_width > most:
@@ -80,7 +80,7 @@ class BeamGroup(Group):
         else:
             self.scheduler.fork(parent, self.first, num_tokens)
 
-    def advance(self, seqs: Collection[Sequence]) -> None:
+    def advance(self, seqs: Several[Sequence]) -> None:
         if self.has_ended:  # a beam failed in this step
             return
         candidates = [seq.candidates for seq in self.beams if seq.candidates is not None]
@@ -94,7 +94,7 @@ class BeamGroup(Group):
         else:
             self._go_on(search, self._bear(extensions))
 
-    def _bear(self, extensions: Collection[Extension]) -> list[_Born]:
+    def _bear(self, extensions: Several[Extension]) -> list[_Born]:
         """The beams of the next step; their parents are not changed yet."""
         born = []
         has_child: set[int] = set()
@@ -193,6 +193,8 @@ class BeamGroup(Group):
         self._end(self.search.give_up("abort"))
 
     def rewind(self) -> list[Sequence]:
+        if self.has_ended:
+            return []
         for seq in self.beams:
             seq.rewind(self.search.num_generated)
             seq.status = Status.PREEMPTED

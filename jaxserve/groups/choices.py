@@ -12,14 +12,14 @@ such one ("the leader"); afterwards all of them are.
 """
 
 from array import array
-from collections.abc import Sequence as Collection
+from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from jaxserve.errors import InvalidRequestError, shown
 from jaxserve.groups.group import NON_FINITE, Group
 from jaxserve.groups.outbox import Outbox
-from jaxserve.request import CompletionOutput
+from jaxserve.request import CompletionOutput, Request
 from jaxserve.schedule.scheduler import Scheduler
 from jaxserve.schedule.sequence import Sequence, Status
 from jaxserve.text.watcher import Observation, TokenWatcher
@@ -74,7 +74,7 @@ class Choice:
         return self.watcher.flush()
 
     def completion(
-        self, seen: Collection[Observation], reason: str | None, stop_reason: str | int | None
+        self, seen: Several[Observation], reason: str | None, stop_reason: str | int | None
     ) -> CompletionOutput:
         """What these observations release, behind what was released before."""
         seq = self.seq
@@ -104,8 +104,8 @@ class ChoiceGroup(Group):
 
     def __init__(
         self,
-        seqs: Collection[Sequence],
-        watchers: Collection[TokenWatcher | None],
+        seqs: Several[Sequence],
+        watchers: Several[TokenWatcher | None],
         *,
         scheduler: Scheduler,
         outbox: Outbox,
@@ -141,7 +141,7 @@ class ChoiceGroup(Group):
         else:
             self.scheduler.fork(parent, self.first, num_tokens)
 
-    def advance(self, seqs: Collection[Sequence]) -> None:
+    def advance(self, seqs: Several[Sequence]) -> None:
         for seq in seqs:
             if not self.has_spread:
                 self._spread(seq)
@@ -206,11 +206,10 @@ class ChoiceGroup(Group):
 
     def abort(self, index: int | None) -> None:
         if index is not None:
-            self._abort(self.choices[index])
+            self._abort(self._choice(index))
             return
         for choice in reversed(self.choices):  # the leader last: it need not hand over
             self._abort(choice)
-        self.let_go()
 
     def _abort(self, choice: Choice) -> None:
         if choice.has_ended:
@@ -234,15 +233,7 @@ class ChoiceGroup(Group):
         return [*self.held, *(choice.seq for choice in known)]
 
     def branch_point(self, index: int) -> tuple[Sequence, array]:
-        if isinstance(index, bool) or not isinstance(index, int):
-            raise InvalidRequestError(
-                f"index must be an integer, got {shown(index)}", param="index"
-            )
-        if not 0 <= index < len(self.choices):
-            raise InvalidRequestError(
-                f"index must be in [0, {len(self.choices)}), got {shown(index)}", param="index"
-            )
-        choice = self.choices[index]
+        choice = self._choice(index)
         seq = choice.seq
         if not choice.has_ended:
             if not self.has_spread:
@@ -256,5 +247,40 @@ class ChoiceGroup(Group):
             )
         return seq, seq.token_ids[: seq.num_prompt_tokens + choice.progress.num_released]
 
+    def _choice(self, index: object) -> Choice:
+        is_int = isinstance(index, int) and not isinstance(index, bool)
+        if not is_int or not 0 <= index < len(self.choices):  # type: ignore[operator]
+            raise InvalidRequestError(
+                f"index must be an integer in [0, {len(self.choices) - 1}], the choices of request "
+                f"{self.request.id!r}, got {shown(index)}",
+                param="index",
+            )
+        return self.choices[index]  # type: ignore[call-overload]
+
     def _going_on(self) -> list[Choice]:
         return [choice for choice in self.choices if not choice.has_ended]
+
+
+def one_watcher_per_choice(
+    watcher: TokenWatcher | Several[TokenWatcher] | None, request: Request
+) -> list[TokenWatcher] | list[None]:
+    """The watchers of a request's choices; None for each when there is none.
+
+    Raises:
+        InvalidRequestError: stop strings without a watcher to find them.
+        ValueError: another number of them than there are choices.
+    """
+    num_choices = request.sampling_params.n
+    if watcher is None:
+        if request.sampling_params.stop:
+            raise InvalidRequestError(
+                "stop strings need a tokenizer; without one use stop_token_ids", param="stop"
+            )
+        return [None] * num_choices
+    watchers = list(watcher) if isinstance(watcher, Several) else [watcher]
+    if len(watchers) != num_choices:
+        raise ValueError(
+            f"watcher: request {request.id!r} has n = {num_choices} choices and needs a watcher for "
+            f"each, got {len(watchers)}"
+        )
+    return watchers

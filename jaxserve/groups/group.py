@@ -10,7 +10,7 @@ that was cut short can be done again.
 
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Sequence as Collection
+from collections.abc import Sequence as Several
 
 from jaxserve.request import CompletionOutput, Request, RequestOutput
 from jaxserve.schedule.scheduler import Scheduler
@@ -55,7 +55,7 @@ class Group(ABC):
         """
 
     @abstractmethod
-    def advance(self, seqs: Collection[Sequence]) -> None:
+    def advance(self, seqs: Several[Sequence]) -> None:
         """Takes in what a step gave to some of its sequences."""
 
     @abstractmethod
