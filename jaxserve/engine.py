@@ -117,7 +117,7 @@ class Engine:
             seq = Sequence(
                 request=request,
                 prompt_token_ids=prompt,
-                arrival=arrival,
+                order=(arrival, 0),
                 seed=self._seed_of(request, arrival),
                 max_tokens=max_tokens,
                 stop_ids=own_stops if params.ignore_eos else own_stops | self.eos_token_ids,
@@ -228,12 +228,14 @@ class Engine:
         plan = self.scheduler.schedule()
         if plan is None:
             return
-        handle = self.executor.submit(build_batch(plan, self.scheduler.buckets))
+        handle = self.executor.submit(
+            build_batch(plan, self.scheduler.buckets, self.scheduler.kv.max_pages_per_seq)
+        )
         sampled = handle.result()
         self._num_steps += 1
         self._num_scheduled_tokens += plan.num_tokens
         self._num_padding_tokens += plan.num_padding_tokens
-        for seq in self.scheduler.update(plan, sampled):
+        for seq in self.scheduler.update(plan, sampled).advanced:
             self._release(self._groups[seq.request.id])
 
     @contextmanager
@@ -322,7 +324,7 @@ class Engine:
         completion = CompletionOutput(
             index=0,
             text="".join(one.text for one in seen),
-            token_ids=seq.token_ids[first + begin : first + end],
+            token_ids=seq.token_ids[first + begin : first + end].tolist(),
             logprobs=seq.logprobs[begin:end] if wants_logprobs else None,
             finish_reason=reason,
             stop_reason=stop_reason,
@@ -348,7 +350,7 @@ class Engine:
             max_num_batched_tokens=scheduler.buckets.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             num_steps=self._num_steps,
-            num_preemptions=scheduler.num_preemptions,
+            num_preemptions=scheduler.counters.num_preemptions,
             num_scheduled_tokens=self._num_scheduled_tokens,
             num_padding_tokens=self._num_padding_tokens,
             num_prompt_tokens=self._num_prompt_tokens,
@@ -365,8 +367,7 @@ class Engine:
         queued = {s.request.id for s in (*self.scheduler.running, *self.scheduler.waiting)}
         assert queued == self._groups.keys(), "a request is lost"
         if not queued:
-            pool = self.scheduler.kv.pool
-            assert pool.num_free == pool.num_usable, "pages leaked"
+            assert self.scheduler.kv.num_owned_pages == 0, "pages leaked"
 
 
 def derive_seed(seed: int, index: int) -> int:
