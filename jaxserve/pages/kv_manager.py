@@ -319,34 +319,34 @@ class KVManager:
         self.pool.check_invariants()
         self.host.check_invariants()
         assert not self._read_by_copies, "a page is kept for a copy that was made"
-        owners = [0] * self.pool.num_pages
-        owned = {page_id for table in tables for page_id in table.page_ids}
-        for table in tables:
-            for page_id in table.page_ids:
-                owners[page_id] += 1
-        cached = 0
+        owners = Counter(page_id for table in tables for page_id in table.page_ids)
+        owned = set(owners)
+        cached = set()
         if self.tree is not None:
             self.tree.check_invariants()
-            for page_id in self.tree.page_ids():
-                owners[page_id] += 1
-                cached += page_id not in owned
-            self._check_paths(tables)
-        for page_id, count in enumerate(owners):
-            found = self.pool.ref_count(page_id)
+            in_tree = [page_id for node in self.tree.nodes() for page_id in node.page_ids]
+            owners.update(in_tree)
+            cached = set(in_tree) - owned
+            self._check_paths(self.tree, tables)
+        for page_id in range(self.pool.num_pages):
+            found, count = self.pool.ref_count(page_id), owners[page_id]
             assert found == count, f"page {page_id}: ref_count {found}, owners {count}"
-        assert cached == self.num_cached_pages, "an unlocked page of the tree is in use"
-        assert self.pool.num_free + cached + len(owned) == self.pool.num_usable, "a page is lost"
+        assert len(cached) == self.num_cached_pages, "an unlocked page of the tree is in use"
+        assert self.pool.num_free + len(cached) + len(owned) == self.pool.num_usable, (
+            "a page is lost"
+        )
         lent = sum(len(pages.page_ids) for pages in host_pages)
         assert lent == self.host.num_pages - self.host.num_free, "a host page is lost"
 
-    def _check_paths(self, tables: Sequence[PageTable]) -> None:
-        assert self.tree is not None
+    def _check_paths(self, tree: RadixTree, tables: Sequence[PageTable]) -> None:
+        """Every table begins with the path to its node, and the locks of the tree are theirs."""
         locks: Counter[RadixNode] = Counter()
         for table in tables:
             if table.node is None:
                 assert len(table) == 0, "pages without a place in the tree"
                 continue
-            path = self.tree.path_page_ids(table.node)
+            path = table.node.prefix_page_ids()
             assert path == table.page_ids[: table.num_tree_pages], "not the path to its node"
-            locks[table.node] += 1
-        self.tree.check_locks(locks)
+            locks.update(table.node.path())
+        for node in tree.nodes():
+            assert node.lock_ref == locks[node], f"lock_ref {node.lock_ref}, users {locks[node]}"
