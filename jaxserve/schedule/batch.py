@@ -6,7 +6,7 @@ that are made read-only here: on CPU jax may use a numpy buffer in place, so an 
 `submit` would change the running step. Writing to a submitted batch raises instead.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
 NO_PAIRS = np.zeros((2, 0), np.int32)
 MAX_CANDIDATES = 64  # likeliest tokens that a step can return for a row
+
+
+def _no_pairs() -> np.ndarray:
+    return NO_PAIRS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,13 +54,13 @@ class DeviceBatch:
     output_positions: np.ndarray  # i32[R]  how many output tokens the sequence has already
     wants_candidates: bool = False  # some row wants the likeliest tokens, not just a sampled one
     # pages to move before the step, in this order; n differs from field to field
-    moves_out: np.ndarray = NO_PAIRS  # i32[2, n]  device pages -> host pages
-    copies: np.ndarray = NO_PAIRS  # i32[2, n]     device pages -> device pages
-    moves_in: np.ndarray = NO_PAIRS  # i32[2, n]   host pages -> device pages
+    moves_out: np.ndarray = field(default_factory=_no_pairs)  # i32[2, n] device pages -> host pages
+    copies: np.ndarray = field(default_factory=_no_pairs)  # i32[2, n] device pages -> device pages
+    moves_in: np.ndarray = field(default_factory=_no_pairs)  # i32[2, n] host pages -> device pages
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for one in fields(self):
+            value = getattr(self, one.name)
             if isinstance(value, np.ndarray):
                 value.flags.writeable = False
 
