@@ -57,6 +57,10 @@ class Executor(Protocol):
         batch's arrays are read-only from here on."""
         ...
 
+    def update_params(self, params: object) -> None:
+        """Other weights of the same model from the next step on; no step may be under way."""
+        ...
+
     def reset(self) -> None:
         """Forgets what the pages hold, after a step that failed or was interrupted halfway."""
         ...
