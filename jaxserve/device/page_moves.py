@@ -113,7 +113,7 @@ class PageMoves:
             pairs = getattr(batch, name)
             if pairs.dtype != np.int32 or pairs.ndim != 2 or len(pairs) != 2:
                 raise ValueError(f"{name}: {pairs.dtype}{list(pairs.shape)}, expected int32[2, n]")
-        check_copies(*batch.copies, num_pages)
+        check_copies(batch.copies[0], batch.copies[1], num_pages)
         page_ids, host_ids = batch.moves_out
         _check_ids("moves_out", "page", page_ids, 1, num_pages)
         _check_ids("moves_out", "host page", host_ids, 0, num_host_pages)
