@@ -49,7 +49,9 @@ def make_executor(
     check_batches: bool = False,
     steps: bool = True,
 ) -> DeviceExecutor:
-    """An executor with two runs of one layer each; warm, or without `steps` able to move pages only."""
+    """A warm executor with two runs of one layer each; without `steps` one that can move pages only,
+    with one run of two layers.
+    """
     params, config = load_params(open_checkpoint(model), jnp.dtype(dtype))
     functions = build_model(config, jnp.dtype(dtype), AttentionKernel(backend="xla"))
     shapes = StepShapes(
@@ -61,7 +63,7 @@ def make_executor(
         layout="split",
         dtype=jnp.dtype(dtype),
         kv_dtype=jnp.dtype(KV_CACHE_DTYPES[kv_cache_dtype] or dtype),
-        layers_per_program=1,
+        layers_per_program=1 if steps else 2,
     )
     scales = None
     if is_8bit(shapes.kv_dtype):

@@ -170,7 +170,7 @@ def test_pages_are_updated_in_place_and_nothing_compiles():
 @pytest.mark.parametrize("kv_cache_dtype", DTYPES)
 def test_no_program_takes_memory_like_a_pool(kv_cache_dtype):
     executor = shared_pages(kv_cache_dtype)
-    pool = sum(leaf.nbytes for leaf in executor._kv_pages[0].data)
+    pool = sum(leaf.nbytes for leaf in jax.tree.leaves(executor._kv_pages))
     kinds = [("copy_pages", n) for n in COPY_SIZES] + [
         (name, n) for name in ("gather_pages", "scatter_pages") for n in MOVE_SIZES
     ]
