@@ -1,6 +1,5 @@
 """Other weights for a running executor."""
 
-import functools
 import re
 
 import jax
@@ -15,9 +14,6 @@ from tests.device.executors import Slice, make_batch, shared_executor, untied_ch
 
 PROMPT = [3, 5, 9, 60]
 NAMES = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight"}
-SWAPPED = functools.partial(
-    re.sub, r"layers\.([01])", lambda found: f"layers.{1 - int(found.group(1))}"
-)
 
 
 @pytest.fixture
@@ -38,10 +34,15 @@ def logprobs(executor):
 
 def expected(embedding, scale):
     checkpoint = open_checkpoint(untied_checkpoint())
-    tensors = {SWAPPED(name): array for name, array in checkpoint.tensors()}
+    tensors = {_swapped(name): array for name, array in checkpoint.tensors()}
     tensors |= {NAMES["embed"]: embedding, NAMES["norm"]: scale}
     logits = numpy_llama.forward((checkpoint.config, tensors), PROMPT)[-1]
     return np.sort(numpy_llama.log_softmax(logits))[::-1][None, :64]
+
+
+def _swapped(name):
+    """The same tensor of the other of the two layers."""
+    return re.sub(r"layers\.([01])", lambda found: f"layers.{1 - int(found.group(1))}", name)
 
 
 def other_params():
