@@ -134,7 +134,7 @@ class PageMoves:
 
         Returns:
             Seconds to move one page of every layer one way, the mean of out and in, with what the
-            host copies; infinite where there are no host pages: nothing could be quicker there.
+            host copies; infinite where there are no host pages: no move is ever worth it.
         """
         runs = self._shapes.runs
         for n in COPY_SIZES:
