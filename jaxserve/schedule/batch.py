@@ -93,6 +93,7 @@ class DeviceBatch:
             cu_q_lens=np.zeros(max_seqs + 1, np.int32),
             ranges=np.zeros(3, np.int32),
             logit_rows=np.zeros(max_seqs, np.int32),
+            wants_candidates=False,
             **_sampling_arrays([], bucket.num_rows),
         )
 
