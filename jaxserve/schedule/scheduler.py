@@ -237,12 +237,17 @@ class Scheduler:
         for seq in self.waiting.candidates(self.entrance.num_cached):
             if seq in passed:
                 continue
-            if not self.prefix_wait.must_wait(seq, self.running, self.entrance.num_cached):
+            if not self._must_wait_for_prefix(seq):
                 return seq
             if self.policy.in_order:
                 return None
             passed.add(seq)
         return None
+
+    def _must_wait_for_prefix(self, seq: Sequence) -> bool:
+        if self.kv.tree is None:
+            return False  # it would find nothing
+        return self.prefix_wait.must_wait(seq, self.running, self.entrance.num_cached)
 
     def _start(self, seq: Sequence) -> None:
         if seq in self.parked:
