@@ -87,7 +87,7 @@ class Entrance:
         num_tokens = min(seq.num_tokens_to_compute, budget)
         is_partial = num_tokens < seq.num_tokens_to_compute
         if (is_partial and len(partial) >= self._max_num_partial) or not self._make_room(
-            seq, running
+            seq, running, partial
         ):
             if not has_pages:
                 self._kv.free(seq.page_table)
@@ -102,29 +102,40 @@ class Entrance:
             seq.host_pages = None
         return num_tokens
 
-    def _make_room(self, seq: Sequence, running: Several[Sequence]) -> bool:
+    def _make_room(
+        self, seq: Sequence, running: Several[Sequence], partial: Several[Sequence]
+    ) -> bool:
         """Whether enough pages are available, after taking those of parked sequences as needed."""
-        needed = self._num_needed(seq, running)
-        while needed > self._kv.num_available_pages:
+        while self._num_needed(seq, running, partial) > self._kv.num_available_pages:
             if not self._parked.give_up_for(seq, nobody_runs=not running):
                 return False
         return True
 
-    def _num_needed(self, seq: Sequence, running: Several[Sequence]) -> int:
-        """All its known tokens must fit beside one more page for each running sequence: a newcomer
-        that would be preempted at the next page border only wastes its own computation.
-
-        One that was preempted often is admitted for good: beside all that those who stand before it
-        may ever need.
+    def _num_needed(
+        self, seq: Sequence, running: Several[Sequence], partial: Several[Sequence]
+    ) -> int:
+        """Its known tokens must fit beside those of the running ones and one more page for each of
+        them: a newcomer that would be preempted at the next page border only wastes its own
+        computation.
         """
-        begin, needed = seq.num_computed_tokens, self._kv.num_needed
-        known = needed(seq.page_table, len(seq.token_ids), begin) + len(running)
-        if seq.num_preemptions < MAX_PREEMPTIONS - 1:
-            return known
+        known = self._kv.num_needed(seq.page_table, len(seq.token_ids), seq.num_computed_tokens)
+        promised = sum(one.page_table.num_missing(len(one.token_ids)) for one in partial)
+        return max(known + promised + len(running), self._num_needed_for_good(seq, running))
+
+    def _num_needed_for_good(self, seq: Sequence, running: Several[Sequence]) -> int:
+        """One that was preempted often is admitted for good: beside all that those who stand before
+        it may ever need. Whoever is admitted before it later must leave it that.
+        """
         standing = self._policy.standing
-        before = [one for one in running if standing(one) < standing(seq)]
-        return max(
-            known,
-            needed(seq.page_table, seq.max_num_tokens, begin)
-            + sum(one.page_table.num_missing(one.max_num_tokens) for one in before),
+        settled = [s for s in (seq, *running) if s.num_preemptions >= MAX_PREEMPTIONS]
+        if not settled:
+            return 0
+        last = max(standing(one) for one in settled)
+        if standing(seq) > last:
+            return 0
+        begin = seq.num_computed_tokens
+        return self._kv.num_needed(seq.page_table, seq.max_num_tokens, begin) + sum(
+            one.page_table.num_missing(one.max_num_tokens)
+            for one in running
+            if standing(one) <= last
         )

@@ -1,5 +1,6 @@
 """Requests through an engine over a fake device, and what happened in each step."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -100,4 +101,4 @@ class Run:
     def gap(self, name: str) -> int:
         """The most steps between two releases of a request, or before the first."""
         steps = [self.added_at[name] - 1, *self.steps[name]]
-        return max(b - a for a, b in zip(steps, steps[1:], strict=False))
+        return max(b - a for a, b in itertools.pairwise(steps))
