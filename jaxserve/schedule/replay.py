@@ -73,7 +73,8 @@ class ScheduleLog:
     def _check_header(self) -> None:
         for field in dataclasses.fields(LogHeader):
             value = getattr(self.header, field.name)
-            if field.type is int and (type(value) is not int or value < 0):
+            least = 0 if field.name == "num_host_pages" else 1
+            if field.type is int and (type(value) is not int or value < least):
                 raise ValueError(f"{field.name} is {value!r}")
         self.buckets, self.max_pages = self.header.buckets, self.header.max_pages
 
