@@ -226,6 +226,8 @@ class Engine:
             group = self._group(request_id) or self._outbox.owner(request_id)
             if group is None:
                 return None
+            if index is not None:
+                group.check_index(index)
             self._in_change = True
             if not group.has_ended:
                 group.abort(index)

@@ -29,6 +29,15 @@ def next_token(context: Sequence[int]) -> int:
     return int.from_bytes(digest, "big") % VOCAB_SIZE
 
 
+def fake_candidates(context: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """The likeliest tokens, i32[K], and their logprobs, f32[K]; how sure it is depends on the
+    context too."""
+    best = next_token(context)
+    ids = (best + 7 * np.arange(NUM_CANDIDATES, dtype=np.int32)) % VOCAB_SIZE
+    spread = 0.1 + best % 5 / 4
+    return ids, np.float32(-1) - np.float32(spread) * np.arange(NUM_CANDIDATES, dtype=np.float32)
+
+
 def expected_tokens(prompt: Sequence[int], num_tokens: int, seed: int | None = None) -> list[int]:
     """What a request must produce, whatever happens around it.
 
@@ -169,12 +178,9 @@ class FakeExecutor:
                 else context
                 for row, context in enumerate(sampling)
             ]
-        best = [
-            [(next_token(context) + 7 * k) % VOCAB_SIZE for k in range(NUM_CANDIDATES)]
-            for context in sampling
-        ]
-        ids = np.array(best, np.int32).reshape(-1, NUM_CANDIDATES)
-        logprobs = np.tile(-1.0 - 0.5 * np.arange(NUM_CANDIDATES, dtype=np.float32), (len(ids), 1))
+        best = [fake_candidates(context) for context in sampling]
+        ids = np.array([one[0] for one in best], np.int32).reshape(-1, NUM_CANDIDATES)
+        logprobs = np.array([one[1] for one in best], np.float32).reshape(-1, NUM_CANDIDATES)
         return SampledTokens(
             token_ids=ids[:, :1],
             num_tokens=np.ones(len(ids), np.int32),
