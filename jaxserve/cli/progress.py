@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as RichBar
 
-from jaxserve.engine import EngineStats
+from jaxserve.stats import EngineStats
 
 _UPDATE_EVERY_S = 0.1
 
