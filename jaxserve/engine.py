@@ -66,12 +66,12 @@ class Engine:
         self.max_model_len = max_model_len
         self.eos_token_ids = frozenset(eos_token_ids)
         self.clock = clock
+        self.observers: list[StepObserver] = []  # look on at every step
         self._seed = seed
         self._groups: dict[str, Group] = {}
         self._held_groups: dict[str, Group] = {}  # ended, their pages kept for `fork`
         self._outbox = Outbox()
         self._one_at_a_time = threading.Lock()
-        self._observers: list[StepObserver] = []
         self._in_change = False  # still set when the next call comes: the last one was cut short
         self._num_added = 0
         self._num_prompt_tokens = 0
@@ -259,12 +259,8 @@ class Engine:
             self.executor.update_params(params)
             self.scheduler.change_weights()
             self._in_change = False
-            for observer in self._observers:
+            for observer in self.observers:
                 observer.weights_changed()
-
-    def observe(self, observer: StepObserver) -> None:
-        """Lets somebody look on at every step from here on."""
-        self._observers.append(observer)
 
     def has_request(self, request_id: str) -> bool:
         """Whether a request is in flight, or its output has not been handed out yet."""
@@ -305,7 +301,7 @@ class Engine:
         result = self.scheduler.update(plan, sampled)
         self._take_in(result)
         self.scheduler.observe_step(plan, seconds)
-        for observer in self._observers:
+        for observer in self.observers:
             observer.step_done(StepRecord(plan, batch, sampled, result, seconds))
 
     def _take_in(self, result: StepResult) -> None:

@@ -21,7 +21,7 @@ from jaxserve.cli.arguments import UsageError
 from jaxserve.cli.output_files import is_same_file
 from jaxserve.cli.standard_streams import write_error
 from jaxserve.cli.text_engine import EngineLike
-from jaxserve.schedule.observer import StepRecord
+from jaxserve.schedule.observer import StepObserver, StepRecord
 from jaxserve.schedule.schedule_log import LogHeader, ScheduleLogWriter
 from jaxserve.stats import EngineStats
 
@@ -170,7 +170,7 @@ class EngineRecords(AbstractContextManager["EngineRecords"]):
 
     Args:
         flags: which.
-        engine: is observed from here on.
+        engine: is observed until the end.
         model: the checkpoint's name or path, for the log's fingerprint.
         options: the options that the engine was made with.
 
@@ -181,12 +181,14 @@ class EngineRecords(AbstractContextManager["EngineRecords"]):
     def __init__(
         self, flags: RecordFlags, engine: EngineLike, model: str, options: Mapping[str, object]
     ):
+        self._engine = engine
         self._files: list[LineFile] = []
+        self._observers: list[StepObserver] = []
         self._stats_file: StatsFile | None = None
         if flags.stats_file is not None:
             write = self._open(flags.stats_file).write
             self._stats_file = StatsFile(write, engine.stats, flags.stats_interval_s)
-            engine.observe(self._stats_file)
+            self._observers.append(self._stats_file)
         if flags.schedule_log is not None:
             header = LogHeader.of(
                 engine.stats(),
@@ -194,13 +196,17 @@ class EngineRecords(AbstractContextManager["EngineRecords"]):
                 model=fingerprint(model),
                 host_kv_gib=float(options["host_kv_gib"]),  # type: ignore[arg-type]
             )
-            engine.observe(ScheduleLogWriter(self._open(flags.schedule_log).write, header))
+            write = self._open(flags.schedule_log).write
+            self._observers.append(ScheduleLogWriter(write, header))
+        engine.observers.extend(self._observers)
 
     def _open(self, path: str) -> LineFile:
         self._files.append(LineFile(Path(path)))
         return self._files[-1]
 
     def __exit__(self, *exc: object) -> None:
+        for observer in self._observers:
+            self._engine.observers.remove(observer)
         try:
             if self._stats_file is not None:
                 self._stats_file.write_line()

@@ -1,6 +1,6 @@
 """Who looks on while an engine runs: `StepObserver`, called by `Engine.step` once per step.
 
-An engine has none unless somebody calls `Engine.observe`; observers change nothing. `--stats_file`
+An engine has none unless somebody puts one into `Engine.observers`; observers change nothing. `--stats_file`
 and `--schedule_log` are two of them.
 """
 

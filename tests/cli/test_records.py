@@ -268,6 +268,6 @@ def test_a_pipe_may_be_written(run, prompts, tmp_path):
         os.close(reader)
 
 
-def test_nobody_looks_on_unless_asked(run, made):
-    assert run("--max-tokens=3", "hello") == 0
-    assert made[0].engine._observers == []
+def test_nobody_looks_on_any_more(run, made, tmp_path):
+    assert run("--max-tokens=3", f"--stats_file={tmp_path / 's'}", "hello") == 0
+    assert made[0].engine.observers == []

@@ -47,7 +47,8 @@ class LoggedEngine:
         self.executor = self.engine.executor = RecordingExecutor(**self.made_of)
         self.lines: list[bytes] = []
         header = LogHeader.of(self.engine.stats(), version="0", model="m", host_kv_gib=0.5)
-        self.engine.observe(ScheduleLogWriter(lambda s: self.lines.append(s.encode()), header))
+        writer = ScheduleLogWriter(lambda line: self.lines.append(line.encode()), header)
+        self.engine.observers.append(writer)
 
     def log(self) -> ScheduleLog:
         return ScheduleLog(self.lines)
