@@ -236,7 +236,9 @@ class Request:
             object.__setattr__(self, "cache_salt", salt)
         _require(
             salt is None
-            or (isinstance(salt, CacheSalt) and isinstance(salt.value, str) and 0 < len(salt.value)),
+            or (
+                isinstance(salt, CacheSalt) and isinstance(salt.value, str) and 0 < len(salt.value)
+            ),
             "cache_salt",
             self.cache_salt,
             "a text of at least one character, a CacheSalt, or None",

@@ -54,6 +54,12 @@ class TraceRequest:
     num_output_tokens: int
     blocks: np.ndarray | None = None
 
+    @property
+    def num_padded_prompt_tokens(self) -> int:
+        """Length of its prompt with the last block filled up."""
+        blocks = self.blocks
+        return self.num_prompt_tokens if blocks is None else len(blocks) * BLOCK_SIZE
+
     def prompt_token_ids(self, *, whole_blocks: bool = False) -> array:
         """Its prompt, made now.
 
