@@ -4,18 +4,23 @@ It reads its context back through the page table exactly as attention would, so 
 used twice or a row built wrongly changes the output or trips an assertion.
 """
 
+import dataclasses
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 
-from jaxserve.config import SchedulerConfig
+from jaxserve.config import CacheConfig, SchedulerConfig
 from jaxserve.engine import Engine
+from jaxserve.executor import StepCosts
 from jaxserve.schedule.batch import DeviceBatch, SampledTokens
 from jaxserve.schedule.build import build_scheduler
+from pallas_kernels.page_copy.api import check_copies
 
 VOCAB_SIZE = 1000
 UNWRITTEN = -1
+NUM_CANDIDATES = 8
 
 
 def next_token(context: Sequence[int]) -> int:
@@ -41,12 +46,29 @@ class FakeHandle:
 
 
 class FakeExecutor:
-    """Meets `jaxserve.executor.Executor`; `batches` keeps what it was sent."""
+    """Meets `jaxserve.executor.Executor`; `last_batch` keeps what it was sent.
 
-    def __init__(self, *, num_pages: int, page_size: int):
+    Args:
+        num_pages, page_size: of the pool.
+        num_host_pages: of the host tier.
+        poison: token ids whose keys and values are NaN: whoever has one in its context fails.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_pages: int,
+        page_size: int,
+        num_host_pages: int = 0,
+        poison: Sequence[int] = (),
+    ):
         self.slots = np.full((num_pages, page_size), UNWRITTEN, np.int64)
+        self.host_slots = np.full((num_host_pages, page_size), UNWRITTEN, np.int64)
         self.page_size = page_size
+        self.poison = frozenset(poison)
         self.num_steps = 0
+        self.num_computed_tokens = 0
+        self.weights = 0
         self.last_batch: DeviceBatch | None = None
 
     @property
@@ -58,15 +80,26 @@ class FakeExecutor:
             "kv_cache_dtype": "int64",
         }
 
+    @property
+    def costs(self) -> StepCosts:
+        return StepCosts(token_s=1e-4, page_move_s=1e-4)
+
     def warm_up(self) -> None:
         pass
 
     def reset(self) -> None:
         self.slots[:] = UNWRITTEN
+        self.host_slots[:] = UNWRITTEN
+
+    def update_params(self, params: object) -> None:
+        """The number by which every token of the context is shifted."""
+        assert isinstance(params, int)
+        self.weights = params
 
     def submit(self, batch: DeviceBatch) -> FakeHandle:
         self.num_steps += 1
         self.last_batch = batch
+        self._move_pages(batch)
         num_rows = int(batch.ranges[2])
         assert batch.bucket.num_tokens == len(batch.token_ids)
         assert batch.cu_q_lens[num_rows] <= batch.bucket.num_tokens
@@ -75,39 +108,64 @@ class FakeExecutor:
         assert (lengths >= 1).all()
         assert (np.diff(lengths) >= 0).all(), "rows are not ordered by their number of tokens"
         assert batch.ranges[0] == (lengths == 1).sum()
+        self.num_computed_tokens += int(lengths.sum())
         table = batch.page_table.reshape(len(batch.kv_lens), -1)
-        self._check_pages_are_not_shared(table[:num_rows], batch.kv_lens[:num_rows])
-        last_tokens = {}
+        self._write(batch, table, lengths)
+        contexts = {}  # by the token index of each row's last token
         for row in range(num_rows):
+            positions = np.arange(int(batch.kv_lens[row]))
+            pages = table[row][positions // self.page_size]
+            context = self.slots[pages, positions % self.page_size]
+            assert (context != UNWRITTEN).all(), "attention would read a slot that nobody wrote"
+            contexts[int(batch.cu_q_lens[row + 1]) - 1] = context
+        finite = [self.poison.isdisjoint(context.tolist()) for context in contexts.values()]
+        return FakeHandle(self._sample(batch, contexts, np.array(finite, bool)))
+
+    def _move_pages(self, batch: DeviceBatch) -> None:
+        device, host = batch.moves_out
+        self.host_slots[host] = self.slots[device]
+        check_copies(*batch.copies, len(self.slots))
+        source, target = batch.copies
+        self.slots[target] = self.slots[source]
+        host, device = batch.moves_in
+        assert not set(device.tolist()) & set(target.tolist()), "two moves into one page"
+        self.slots[device] = self.host_slots[host]
+
+    def _write(self, batch: DeviceBatch, table: np.ndarray, lengths: np.ndarray) -> None:
+        """Puts the tokens of every row into its slots; nobody else may see the pages written."""
+        readers: Counter[int] = Counter()
+        for row in range(len(lengths)):
+            num_pages = -(-int(batch.kv_lens[row]) // self.page_size)
+            readers.update(set(table[row][:num_pages].tolist()))
+        for row, length in enumerate(lengths.tolist()):
             begin, end = batch.cu_q_lens[row], batch.cu_q_lens[row + 1]
             kv_len = int(batch.kv_lens[row])
-            positions = np.arange(kv_len - (end - begin), kv_len)
+            positions = np.arange(kv_len - length, kv_len)
             assert (batch.positions[begin:end] == positions).all()
             pages = table[row][positions // self.page_size]
             assert (pages != 0).all(), "a live token would be written to the null page"
-            self.slots[pages, positions % self.page_size] = batch.token_ids[begin:end]
-            all_positions = np.arange(kv_len)
-            context = self.slots[
-                table[row][all_positions // self.page_size], all_positions % self.page_size
-            ]
-            assert (context != UNWRITTEN).all(), "attention would read a slot that nobody wrote"
-            last_tokens[int(end) - 1] = next_token(context)
-        ids = np.array([last_tokens[t] for t in batch.logit_rows[: batch.num_rows]], np.int32)
-        return FakeHandle(
-            SampledTokens(
-                token_ids=ids[:, None],
-                num_tokens=np.ones(len(ids), np.int32),
-                logprobs=np.full((len(ids), 1), -1.0, np.float32),
-            )
-        )
+            assert all(readers[p] == 1 for p in set(pages.tolist())), "a shared page is written"
+            ids = batch.token_ids[begin:end].astype(np.int64)
+            self.slots[pages, positions % self.page_size] = ids + self.weights
 
-    def _check_pages_are_not_shared(self, table: np.ndarray, kv_lens: np.ndarray) -> None:
-        used = [
-            p
-            for row, kv_len in zip(table, kv_lens, strict=True)
-            for p in row[: -(-int(kv_len) // self.page_size)]
+    def _sample(
+        self, batch: DeviceBatch, contexts: dict[int, np.ndarray], finite: np.ndarray
+    ) -> SampledTokens:
+        sampling = [contexts[t] for t in batch.logit_rows[: batch.num_rows].tolist()]
+        best = [
+            [(next_token(context) + 7 * k) % VOCAB_SIZE for k in range(NUM_CANDIDATES)]
+            for context in sampling
         ]
-        assert len(set(used)) == len(used), "two rows share a page"
+        ids = np.array(best, np.int32).reshape(-1, NUM_CANDIDATES)
+        logprobs = np.tile(-1.0 - 0.5 * np.arange(NUM_CANDIDATES, dtype=np.float32), (len(ids), 1))
+        return SampledTokens(
+            token_ids=ids[:, :1],
+            num_tokens=np.ones(len(ids), np.int32),
+            logprobs=logprobs[:, :1],
+            finite=finite,
+            candidate_ids=ids if batch.wants_candidates else None,
+            candidate_logprobs=logprobs if batch.wants_candidates else None,
+        )
 
 
 def make_engine(
@@ -115,25 +173,33 @@ def make_engine(
     num_pages: int = 64,
     page_size: int = 4,
     max_model_len: int = 128,
-    max_num_seqs: int = 8,
-    max_num_batched_tokens: int = 32,
-    scheduling: str = "continuous",
-    **engine_options: object,
+    num_host_pages: int = 0,
+    poison: Sequence[int] = (),
+    **options: object,
 ) -> Engine:
-    """An engine over a `FakeExecutor`."""
-    config = SchedulerConfig(
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        scheduling=scheduling,
+    """An engine over a `FakeExecutor`; `options` are fields of the configs, else of the engine."""
+    options = {"max_num_seqs": 8, "max_num_batched_tokens": 32} | options
+    configs = []
+    for kind in (SchedulerConfig, CacheConfig):
+        names = {field.name for field in dataclasses.fields(kind)} & options.keys()
+        configs.append(kind(**{name: options.pop(name) for name in names}))
+    executor = FakeExecutor(
+        num_pages=num_pages, page_size=page_size, num_host_pages=num_host_pages, poison=poison
+    )
+    scheduler = build_scheduler(
+        *configs,
+        num_pages=num_pages,
+        page_size=page_size,
+        max_model_len=max_model_len,
+        num_host_pages=num_host_pages,
+        costs=executor.costs,
     )
     return Engine(
-        executor=FakeExecutor(num_pages=num_pages, page_size=page_size),
-        scheduler=build_scheduler(
-            config, num_pages=num_pages, page_size=page_size, max_model_len=max_model_len
-        ),
+        executor=executor,
+        scheduler=scheduler,
         vocab_size=VOCAB_SIZE,
         max_model_len=max_model_len,
-        **engine_options,  # type: ignore[arg-type]
+        **options,  # type: ignore[arg-type]
     )
 
 

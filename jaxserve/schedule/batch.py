@@ -6,7 +6,7 @@ that are made read-only here: on CPU jax may use a numpy buffer in place, so an 
 `submit` would change the running step. Writing to a submitted batch raises instead.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,8 +17,11 @@ if TYPE_CHECKING:
     from jaxserve.schedule.plan import StepPlan
 
 
-NO_PAIRS = np.zeros((2, 0), np.int32)
 MAX_CANDIDATES = 64  # likeliest tokens that a step can return for a row
+
+
+def _no_pairs() -> np.ndarray:
+    return np.zeros((2, 0), np.int32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,13 +53,19 @@ class DeviceBatch:
     output_positions: np.ndarray  # i32[R]  how many output tokens the sequence has already
     wants_candidates: bool = False  # some row wants the likeliest tokens, not just a sampled one
     # pages to move before the step, in this order; n differs from field to field
-    moves_out: np.ndarray = NO_PAIRS  # i32[2, n]  device pages -> host pages
-    copies: np.ndarray = NO_PAIRS  # i32[2, n]     device pages -> device pages
-    moves_in: np.ndarray = NO_PAIRS  # i32[2, n]   host pages -> device pages
+    moves_out: np.ndarray = field(
+        default_factory=_no_pairs
+    )  # i32[2, n]  device pages -> host pages
+    copies: np.ndarray = field(
+        default_factory=_no_pairs
+    )  # i32[2, n]     device pages -> device pages
+    moves_in: np.ndarray = field(
+        default_factory=_no_pairs
+    )  # i32[2, n]   host pages -> device pages
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for one in fields(self):
+            value = getattr(self, one.name)
             if isinstance(value, np.ndarray):
                 value.flags.writeable = False
 
@@ -167,7 +176,7 @@ def build_batch(plan: "StepPlan", buckets: Buckets, max_pages: int) -> DeviceBat
 
 
 def _pairs(pairs: tuple[tuple[int, int], ...]) -> np.ndarray:
-    return np.array(pairs, np.int32).T.copy() if pairs else NO_PAIRS
+    return np.array(pairs, np.int32).T.copy() if pairs else _no_pairs()
 
 
 def _sampling_arrays(seqs: list, num_rows: int) -> dict[str, np.ndarray]:

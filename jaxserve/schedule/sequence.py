@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxserve.pages.page_table import PageTable
 from jaxserve.pages.tiers import HostPages
-from jaxserve.request import Request
+from jaxserve.request import CacheSalt, Request
 
 
 class Status(enum.Enum):
@@ -26,6 +26,20 @@ class Status(enum.Enum):
     PREEMPTED = "preempted"  # waiting again
     HELD = "held"  # neither runs nor waits, keeps its pages while they are not needed
     FINISHED = "finished"
+
+
+class Namespace(NamedTuple):
+    """What two sequences must have in common before one may use pages that the other computed.
+
+    Args:
+        weights_version: counts changes of the weights.
+        cache_salt: kind-tagged, from the request.
+        adapter: None; there are no adapters yet.
+    """
+
+    weights_version: int
+    cache_salt: CacheSalt | str | None
+    adapter: str | None
 
 
 class Candidates(NamedTuple):
@@ -71,7 +85,6 @@ class Sequence:
     num_preemptions: int = field(init=False, default=0)
     num_iterations: int = field(init=False, default=0)  # steps that computed some of it
     num_steps_waited_for_prefix: int = field(init=False, default=0)
-    queued_at_step: int = field(init=False, default=0)
     host_pages: HostPages | None = field(init=False, default=None)
     status: Status = field(init=False, default=Status.WAITING)
 
