@@ -78,6 +78,8 @@ class SimulationConfig:
             raise ConfigError(f"rate_scale must be a number > 0, got {shown(self.rate_scale)}")
         if self.unlimited_pages and self.cache.num_pages is not None:
             raise ConfigError("num_pages is either a number or unlimited, got both")
+        if not self.chunked_prefill and self.scheduler.target_itl_s is not None:
+            raise ConfigError("target_itl_s shrinks chunks: chunked_prefill must be True")
         if self.allocator != "paged":
             self._check_contiguous()
 
@@ -157,6 +159,9 @@ def build_setup(config: SimulationConfig, trace: Trace) -> Setup:
         costs=costs,
         kv=_contiguous_kv(config, num_pages, max_model_len),
     )
+    if not config.chunked_prefill:
+        # No setting of an engine, whose budget need not hold every prompt: it would wait for ever.
+        scheduler.chunk_sizes.max_num_partial_prefills = 0
     return Setup(
         scheduler=scheduler,
         roofline=roofline,
@@ -193,18 +198,14 @@ def _pages_for_all(config: SimulationConfig, trace: Trace, max_model_len: int) -
 
 
 def _scheduler_config(config: SimulationConfig, max_model_len: int) -> SchedulerConfig:
-    """The step's limits; for whole prompts a budget that holds any prompt beside a token for
-    everybody else, and none of them in the middle of a prompt.
+    """The step's limits; for whole prompts a budget that holds any of them beside a token for
+    everybody else.
     """
     if config.chunked_prefill:
         return config.scheduler
-    return dataclasses.replace(
-        config.scheduler,
-        max_num_batched_tokens=max(
-            config.scheduler.max_num_batched_tokens, max_model_len + config.scheduler.max_num_seqs
-        ),
-        max_num_partial_prefills=0,
-    )
+    everybody = max_model_len + config.scheduler.max_num_seqs
+    budget = max(config.scheduler.max_num_batched_tokens, everybody)
+    return dataclasses.replace(config.scheduler, max_num_batched_tokens=budget)
 
 
 def _contiguous_kv(
