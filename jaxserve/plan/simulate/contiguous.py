@@ -10,12 +10,13 @@ Source: Orca (Max) and Orca (Pow2) in vLLM (Kwon et al., SOSP 2023), section 6.1
 is known to pow2 in advance, which flatters it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from jaxserve.pages.kv_manager import KVManager
 from jaxserve.pages.page_pool import NULL_PAGE
 from jaxserve.pages.page_table import PageTable
+from jaxserve.pages.tiers import HostPages
 
 FIRST_PAGE = NULL_PAGE + 1
 
@@ -217,6 +218,20 @@ class ContiguousKVManager(KVManager):
             self.runs.release(table.run)
             table.run = None
         table.clear()
+
+    def check_invariants(
+        self, tables: Sequence[PageTable], host_pages: Sequence[HostPages] = ()
+    ) -> None:
+        """Raises AssertionError unless what is lent is exactly what these tables hold."""
+        self.runs.check_invariants()
+        assert not host_pages, "a sequence was swapped"
+        pages: list[int] = []
+        for table in tables:
+            assert isinstance(table, ReservedTable)
+            assert table.page_ids == list(table.run or ()), "a table holds other pages than its run"
+            pages += table.page_ids
+        assert len(set(pages)) == len(pages), "two tables share a page"
+        assert len(pages) == self.runs.num_lent, "a run is lost"
 
 
 def contiguous_max(*, num_pages: int, page_size: int, max_model_len: int) -> ContiguousKVManager:
