@@ -21,13 +21,14 @@ from jaxserve.groups.beams import BeamGroup, check_beams
 from jaxserve.groups.choices import ChoiceGroup, one_watcher_per_choice
 from jaxserve.groups.group import Group
 from jaxserve.groups.limits import Limits
-from jaxserve.groups.outbox import Outbox
+from jaxserve.groups.outbox import Outbox, count_tokens
 from jaxserve.request import Request, RequestOutput, as_token_ids
 from jaxserve.sampling_params import SamplingParams, require_within
 from jaxserve.schedule.batch import SampledTokens, build_batch
 from jaxserve.schedule.plan import StepPlan
 from jaxserve.schedule.scheduler import Scheduler
 from jaxserve.schedule.sequence import Sequence
+from jaxserve.schedule.stats import scheduler_stats
 from jaxserve.stats import EngineStats
 from jaxserve.text.watcher import TokenWatcher
 
@@ -223,6 +224,8 @@ class Engine:
             group = self._group(request_id) or self._outbox.owner(request_id)
             if group is None:
                 return None
+            if index is not None:
+                group.check_index(index)
             self._in_change = True
             if not group.has_ended:
                 group.abort(index)
@@ -231,8 +234,9 @@ class Engine:
                 group.let_go()
                 del self._held_groups[request_id]
             outputs = self._outbox.gather(group, index)
+            num_output_tokens = self._num_output_tokens + count_tokens(outputs)
             self._outbox.remove(group, index)
-            self._in_change = False
+            self._in_change, self._num_output_tokens = False, num_output_tokens
             return outputs[0] if outputs else None
 
     def _group(self, request_id: str) -> Group | None:
@@ -281,9 +285,9 @@ class Engine:
                 self._take_in(plan, sampled)
                 self.scheduler.observe_step(plan, seconds)
             outputs = self._outbox.gather()
+            num_output_tokens = self._num_output_tokens + count_tokens(outputs)
             self._outbox.remove()
-            self._in_change = False
-            self._num_output_tokens += sum(len(c.token_ids) for o in outputs for c in o.outputs)
+            self._in_change, self._num_output_tokens = False, num_output_tokens
         return outputs
 
     def _run(self, plan: StepPlan) -> tuple[SampledTokens, float]:
@@ -341,22 +345,10 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters and gauges as they stand between two steps."""
-        scheduler = self.scheduler
-        kv, counters = scheduler.kv, scheduler.counters
         chosen = self.executor.description
         return EngineStats(
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
-            num_pages=kv.pool.num_pages,
-            num_free_pages=kv.pool.num_free,
-            page_size=kv.page_size,
-            max_num_seqs=scheduler.buckets.max_num_seqs,
-            max_num_batched_tokens=scheduler.buckets.max_num_batched_tokens,
+            **scheduler_stats(self.scheduler),
             max_model_len=self.max_model_len,
-            num_steps=counters.num_steps,
-            num_preemptions=counters.num_preemptions,
-            num_scheduled_tokens=counters.num_tokens,
-            num_padding_tokens=sum(u.num_padding_tokens for u in counters.by_bucket.values()),
             num_prompt_tokens=self._num_prompt_tokens,
             num_output_tokens=self._num_output_tokens,
             attention_backend=str(chosen["attention_backend"]),
