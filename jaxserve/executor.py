@@ -58,7 +58,8 @@ class Executor(Protocol):
         ...
 
     def update_params(self, params: object) -> None:
-        """Runs every step from now on with other weights: same tree, shapes and types.
+        """Runs every step from now on with other weights: same tree, shapes and types. No
+        step may be under way.
 
         Raises:
             ConfigError: another tree, shape or type; nothing was changed.

@@ -53,15 +53,9 @@ class DeviceBatch:
     output_positions: np.ndarray  # i32[R]  how many output tokens the sequence has already
     wants_candidates: bool = False  # some row wants the likeliest tokens, not just a sampled one
     # pages to move before the step, in this order; n differs from field to field
-    moves_out: np.ndarray = field(
-        default_factory=_no_pairs
-    )  # i32[2, n]  device pages -> host pages
-    copies: np.ndarray = field(
-        default_factory=_no_pairs
-    )  # i32[2, n]     device pages -> device pages
-    moves_in: np.ndarray = field(
-        default_factory=_no_pairs
-    )  # i32[2, n]   host pages -> device pages
+    moves_out: np.ndarray = field(default_factory=_no_pairs)  # i32[2, n] device pages -> host pages
+    copies: np.ndarray = field(default_factory=_no_pairs)  # i32[2, n] device pages -> device pages
+    moves_in: np.ndarray = field(default_factory=_no_pairs)  # i32[2, n] host pages -> device pages
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -93,6 +87,7 @@ class DeviceBatch:
             cu_q_lens=np.zeros(max_seqs + 1, np.int32),
             ranges=np.zeros(3, np.int32),
             logit_rows=np.zeros(max_seqs, np.int32),
+            wants_candidates=False,
             **_sampling_arrays([], bucket.num_rows),
         )
 
