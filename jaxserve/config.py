@@ -23,6 +23,9 @@ KV_CACHE_DTYPES = {
     "fp8_e4m3": "float8_e4m3fn",
 }
 SCHEDULING = ("continuous", "static")
+ADMISSION = ("fcfs", "priority", "lpm", "short_first")
+PREEMPTION_MODES = ("auto", "recompute", "swap")
+EVICTION = ("lru", "lfu", "fifo", "priority")
 MIN_PAGE_SIZE = 4
 MAX_GIB = 2**20
 
@@ -67,6 +70,11 @@ class CacheConfig:
             by 2 GiB as well.
         kv_cache_dtype: element type of the pages, a key of KV_CACHE_DTYPES; "auto" = the model's.
             The 8-bit types hold keys and values divided by a scale per layer and kv head.
+        enable_prefix_caching: keep the pages of finished and preempted sequences for requests that
+            begin with the same tokens.
+        eviction: which of the cached pages that nobody uses go first when pages are needed.
+        host_kv_gib: size of the pool in host RAM that preempted sequences may be swapped to, over
+            all layers, GiB; 0 = none.
 
     Raises:
         ConfigError: a value outside its range.
@@ -77,6 +85,9 @@ class CacheConfig:
     kv_cache_gib: float | None = None
     memory_utilization: float = 0.9
     kv_cache_dtype: str = "auto"
+    enable_prefix_caching: bool = True
+    eviction: str = "lru"
+    host_kv_gib: float = 0.0
 
     def __post_init__(self) -> None:
         _check_choice("kv_cache_dtype", self.kv_cache_dtype, tuple(KV_CACHE_DTYPES))
@@ -88,6 +99,10 @@ class CacheConfig:
         if self.kv_cache_gib is not None:
             _check_positive("kv_cache_gib", self.kv_cache_gib, MAX_GIB)
         _check_positive("memory_utilization", self.memory_utilization, 1.0)
+        _check_bool("enable_prefix_caching", self.enable_prefix_caching)
+        _check_choice("eviction", self.eviction, EVICTION)
+        if self.host_kv_gib != 0 or isinstance(self.host_kv_gib, bool):
+            _check_positive("host_kv_gib", self.host_kv_gib, MAX_GIB)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +116,20 @@ class SchedulerConfig:
             together.
         scheduling: "continuous" admits a request as soon as there is room; "static" (for
             comparison) admits a batch and lets it drain before the next.
+        admission: who of the waiting comes first. "fcfs": the oldest. "priority": the smallest
+            `Request.priority`, then the oldest; running sequences give way in that order too.
+            "lpm": the longest cached prefix. "short_first": the fewest tokens to compute. The last
+            two let nobody be overtaken for ever.
+        max_num_partial_prefills: most prompts in the middle of their chunks at once. None = 2, and
+            max_num_seqs with "short_first".
+        long_prefill_token_threshold: most tokens a step of a prompt that needs more than one whole
+            step, while others wait or are in the middle of theirs. None = three quarters of
+            max_num_batched_tokens.
+        target_itl_s: while sequences are decoding, chunks shrink until a step takes no longer than
+            this many seconds, as far as measured. None = no target.
+        preemption_mode: what happens to a running sequence whose pages an older one needs.
+            "recompute" computes them again; "swap" moves them to host RAM (host_kv_gib) and back,
+            and recomputes when there is no room; "auto" does what costs less time.
 
     Raises:
         ConfigError: a value outside its range.
@@ -109,11 +138,22 @@ class SchedulerConfig:
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512
     scheduling: str = "continuous"
+    admission: str = "fcfs"
+    max_num_partial_prefills: int | None = None
+    long_prefill_token_threshold: int | None = None
+    target_itl_s: float | None = None
+    preemption_mode: str = "auto"
 
     def __post_init__(self) -> None:
         _check_int("max_num_seqs", self.max_num_seqs, 1, 4096)
         _check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**20)
         _check_choice("scheduling", self.scheduling, SCHEDULING)
+        _check_choice("admission", self.admission, ADMISSION)
+        _check_optional_int("max_num_partial_prefills", self.max_num_partial_prefills, 1)
+        _check_optional_int("long_prefill_token_threshold", self.long_prefill_token_threshold, 1)
+        if self.target_itl_s is not None:
+            _check_positive("target_itl_s", self.target_itl_s)
+        _check_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +200,10 @@ class EngineConfig:
         folder = self.compilation_cache_dir
         if folder is not None and not isinstance(folder, str | Path):
             raise ConfigError(f"compilation_cache_dir must be a folder, got {shown(folder)}")
+        if self.scheduler.preemption_mode == "swap" and not self.cache.host_kv_gib:
+            raise ConfigError(
+                "preemption_mode 'swap' needs room in host RAM: set host_kv_gib, got 0"
+            )
 
     @classmethod
     def from_options(cls, options: Mapping[str, object]) -> "EngineConfig":

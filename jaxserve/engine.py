@@ -1,58 +1,39 @@
 """The engine: requests in, tokens out, one `step` at a time, over any `Executor`. Pure host code.
 
-    add -> waiting -> [schedule -> submit -> result -> update -> watch -> release] * -> finished
+    add, fork -> waiting -> [schedule -> submit -> result -> update -> watch -> release] * -> ended
 
 Called by `LLM` and by anyone who embeds it. The engine speaks token ids; a `TokenWatcher` per
-request is the only way text reaches into the loop, so ids, text, logprobs and counts are always cut
-in the same place.
+output is the only way text reaches into the loop, so ids, text, logprobs and counts are always cut
+in the same place. What a request makes of its tokens stands in `jaxserve.groups`.
 """
 
+import dataclasses
 import hashlib
 import threading
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Several
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from jaxserve.errors import InvalidRequestError, shown
 from jaxserve.executor import Executor
-from jaxserve.request import (
-    CompletionOutput,
-    Request,
-    RequestOutput,
-    as_token_ids,
-    merge_outputs,
-)
+from jaxserve.groups.beams import BeamGroup, check_beams
+from jaxserve.groups.choices import ChoiceGroup, one_watcher_per_choice
+from jaxserve.groups.group import Group
+from jaxserve.groups.limits import Limits
+from jaxserve.groups.outbox import Outbox, count_tokens
+from jaxserve.request import Request, RequestOutput, as_token_ids
+from jaxserve.sampling_params import SamplingParams, require_within
 from jaxserve.schedule.batch import build_batch
+from jaxserve.schedule.observer import StepObserver, StepRecord
+from jaxserve.schedule.plan import StepPlan, StepResult
 from jaxserve.schedule.scheduler import Scheduler
 from jaxserve.schedule.sequence import Sequence
+from jaxserve.schedule.stats import scheduler_stats
 from jaxserve.stats import EngineStats
-from jaxserve.text.watcher import Observation, TokenWatcher
+from jaxserve.text.watcher import TokenWatcher
 
-
-class Progress(NamedTuple):
-    """Output tokens that the watcher has seen, and how many of them were made ready for the caller."""
-
-    num_observed: int
-    num_released: int
-
-
-@dataclass(kw_only=True)
-class SequenceGroup:
-    """A request in flight: its sequence and how much of it has been released.
-
-    Args:
-        seq: the sequence (one per request today).
-        watcher: turns its ids into text and may end it; None = ids only.
-        progress: how far the watcher and the caller are.
-        num_shown: output tokens given to the watcher. More than progress.num_observed once an
-            observation was cut short: that watcher cannot be trusted any more.
-    """
-
-    seq: Sequence
-    watcher: TokenWatcher | None
-    progress: Progress = field(default=Progress(0, 0))
-    num_shown: int = 0
+Watchers = TokenWatcher | Several[TokenWatcher] | None
 
 
 class Engine:
@@ -65,6 +46,7 @@ class Engine:
         max_model_len: most tokens of a sequence, prompt and output together.
         eos_token_ids: the model's end set.
         seed: where the draws of requests without a seed of their own come from.
+        clock: seconds; tells the scheduler how long steps take.
     """
 
     def __init__(
@@ -76,135 +58,217 @@ class Engine:
         max_model_len: int,
         eos_token_ids: Iterable[int] = (),
         seed: int = 0,
+        clock: Callable[[], float] = time.monotonic,
     ):
         self.executor = executor
         self.scheduler = scheduler
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.eos_token_ids = frozenset(eos_token_ids)
+        self.clock = clock
+        self.observers: list[StepObserver] = []  # look on at every step
         self._seed = seed
-        self._groups: dict[str, SequenceGroup] = {}
-        self._ready: dict[str, RequestOutput] = {}  # made by this step, not handed out yet
-        self._held: list[RequestOutput] = []  # the same, of a step that was cut short
+        self._groups: dict[str, Group] = {}
+        self._held_groups: dict[str, Group] = {}  # ended, their pages kept for `fork`
+        self._outbox = Outbox()
         self._one_at_a_time = threading.Lock()
         self._in_change = False  # still set when the next call comes: the last one was cut short
         self._num_added = 0
-        self._num_steps = 0
-        self._num_scheduled_tokens = 0
-        self._num_padding_tokens = 0
         self._num_prompt_tokens = 0
         self._num_output_tokens = 0
 
-    def add(self, request: Request, watcher: TokenWatcher | None = None) -> None:
+    def add(self, request: Request, watcher: Watchers = None) -> None:
         """Queues a request.
 
         Args:
             request: its prompt is checked here: at least one id, ids inside the vocabulary, room
                 for the prompt in the context and in the page pool. A longer max_tokens is clamped
                 to both.
-            watcher: makes text of its ids; without one its outputs carry ids only and stop strings
-                are refused.
+            watcher: makes text of its ids, one per choice; without one its outputs carry ids only
+                and stop strings are refused. A beam search takes none.
 
         Raises:
             InvalidRequestError: the request is at fault; nothing was taken for it.
         """
-        prompt = as_token_ids(request.prompt_token_ids)
-        params = request.sampling_params
         with self._exclusive("add"):
-            max_tokens = self._check(request, prompt, watcher)
-            arrival = self._num_added
-            own_stops = frozenset(params.stop_token_ids)
-            seq = Sequence(
+            self._add(request, watcher)
+
+    def fork(
+        self,
+        request_id: str,
+        new_id: str,
+        *,
+        num_tokens: int | None = None,
+        append_token_ids: Several[int] = (),
+        sampling_params: SamplingParams | None = None,
+        watcher: Watchers = None,
+        hold: bool = False,
+        index: int = 0,
+    ) -> None:
+        """Queues a request that goes on from where another one is, or was: a branch of a tree search.
+
+        Its prompt is the beginning of the other's tokens; whatever of that was computed, and still
+        has its pages, is shared and not computed again. The other one is not changed: it runs on,
+        or, if it was added with `hold`, stays to be forked again. To retreat, fork at an earlier
+        position.
+
+        Args:
+            request_id: a request in flight, or one that has ended and is held.
+            new_id: id of the new request.
+            num_tokens: how many of its tokens, prompt included, the new prompt begins with; None =
+                all so far (of one that has ended: all that were released).
+            append_token_ids: what follows them in the new prompt.
+            sampling_params: None = the other's, but for n (1) and the seed (one of its own).
+            watcher: as in `add`.
+            hold: as in `Request`.
+            index: which choice of the other request.
+
+        Raises:
+            InvalidRequestError: there is nothing to fork by that name; the new request is at fault.
+
+        Source: tree of thoughts over shared KV pages, SGLang (Zheng et al., 2024), section 3.
+        """
+        with self._exclusive("fork"):
+            group = self._group(request_id)
+            if group is None:
+                raise InvalidRequestError(
+                    f"request {shown(request_id)} is neither in flight nor held", param="id"
+                )
+            parent, known = group.branch_point(index)
+            num_tokens = len(known) if num_tokens is None else num_tokens
+            require_within("num_tokens", num_tokens, 1, len(known))
+            if isinstance(append_token_ids, str) or not isinstance(append_token_ids, Iterable):
+                raise InvalidRequestError(
+                    f"append_token_ids must be a list of token ids, got {shown(append_token_ids)}",
+                    param="append_token_ids",
+                )
+            old = group.request
+            request = Request(
+                id=new_id,
+                prompt_token_ids=[*known[:num_tokens], *append_token_ids],
+                sampling_params=sampling_params
+                or dataclasses.replace(old.sampling_params, seed=None, n=1),
+                priority=old.priority,
+                cache_salt=old.cache_salt,
+                hold=hold,
+            )
+            self._add(request, watcher, parent, num_tokens)
+
+    def _add(
+        self,
+        request: Request,
+        watcher: Watchers,
+        parent: Sequence | None = None,
+        num_tokens: int = 0,
+    ) -> None:
+        prompt = as_token_ids(request.prompt_token_ids)
+        if self.has_request(request.id) or request.id in self._held_groups:
+            raise InvalidRequestError(f"id {request.id!r} is already in flight", param="id")
+        limits = Limits(
+            vocab_size=self.vocab_size,
+            max_model_len=self.max_model_len,
+            num_slots=self.scheduler.kv.num_slots,
+        )
+        max_tokens = limits.output_budget(request, prompt)
+        group = self._make_group(request, prompt, max_tokens, watcher)
+        self._num_added += 1
+        self._num_prompt_tokens += len(prompt)
+        self._in_change = True
+        group.start(parent, num_tokens)
+        if group.has_ended:  # it asked for no tokens; its output lies in the outbox
+            self._in_change = False
+        else:
+            self._groups[request.id], self._in_change = group, False
+
+    def _make_group(
+        self, request: Request, prompt: tuple[int, ...], max_tokens: int, watcher: Watchers
+    ) -> Group:
+        params, beam = request.sampling_params, request.beam
+        own_stops = frozenset(params.stop_token_ids)
+        stop_ids = own_stops if params.ignore_eos else own_stops | self.eos_token_ids
+        arrival = self._num_added
+        seed = derive_seed(self._seed, arrival) if params.seed is None else params.seed % 2**64
+        seqs = [
+            Sequence(
                 request=request,
                 prompt_token_ids=prompt,
-                arrival=arrival,
-                seed=self._seed_of(request, arrival),
+                order=(arrival, index),
+                seed=derive_seed(seed, index) if index else seed,
                 max_tokens=max_tokens,
-                stop_ids=own_stops if params.ignore_eos else own_stops | self.eos_token_ids,
+                stop_ids=stop_ids,
                 page_table=self.scheduler.kv.new_table(),
+                wants_candidates=beam is not None,
             )
-            self._num_added += 1
-            self._num_prompt_tokens += len(prompt)
-            group = SequenceGroup(seq=seq, watcher=watcher)
-            if max_tokens == 0:
-                self._ready[request.id] = self._output(group, [], "length", None)
-            else:
-                self._in_change = True
-                self.scheduler.add(seq)
-                self._groups[request.id], self._in_change = group, False
-
-    def _check(
-        self, request: Request, prompt: tuple[int, ...], watcher: TokenWatcher | None
-    ) -> int:
-        """Raises if the request cannot be served; returns its output budget."""
-        if self.has_request(request.id):
-            raise InvalidRequestError(f"id {request.id!r} is already in flight", param="id")
-        if request.sampling_params.stop and watcher is None:
-            raise InvalidRequestError(
-                "stop strings need a tokenizer; without one use stop_token_ids", param="stop"
-            )
-        for i in prompt:
-            if not 0 <= i < self.vocab_size:
-                raise InvalidRequestError(
-                    f"prompt token ids must be in [0, {self.vocab_size}), got {shown(i)}",
-                    param="prompt",
+            for index in range(params.n)
+        ]
+        if beam is not None:
+            check_beams(beam, stop_ids)
+            if watcher is not None:
+                raise ValueError(
+                    "watcher: a beam search has none, its outputs are chosen at the end"
                 )
-        asked = request.sampling_params.max_tokens
-        least = 0 if asked == 0 else 1
-        room = self.max_model_len - len(prompt)
-        if room < least:
-            raise InvalidRequestError(
-                f"prompt has {len(prompt)} tokens and needs room for {least} more, but the context "
-                f"holds {self.max_model_len} (max_model_len)",
-                param="prompt",
-                code="context_length_exceeded",
-            )
-        if asked == 0:
-            return 0
-        # The last token sampled is never computed, so it needs no slot.
-        pool_room = self.scheduler.kv.num_slots - len(prompt) + 1
-        if pool_room < 1:
-            raise InvalidRequestError(
-                f"prompt has {len(prompt)} tokens, but the whole KV page pool holds "
-                f"{self.scheduler.kv.num_slots}: it could never run (raise num_pages or "
-                "kv_cache_gib)",
-                param="prompt",
-                code="kv_cache_exceeded",
-            )
-        room = min(room, pool_room)
-        return room if asked is None else min(asked, room)
+            return BeamGroup(seqs[0], beam, scheduler=self.scheduler, outbox=self._outbox)
+        watchers = one_watcher_per_choice(watcher, request)
+        return ChoiceGroup(seqs, watchers, scheduler=self.scheduler, outbox=self._outbox)
 
-    def _seed_of(self, request: Request, arrival: int) -> int:
-        own = request.sampling_params.seed
-        return own % 2**64 if own is not None else derive_seed(self._seed, arrival)
+    def abort(self, request_id: str, index: int | None = None) -> RequestOutput | None:
+        """Ends a request between two steps and returns its pages; lets go of one that is held.
 
-    def abort(self, request_id: str) -> RequestOutput | None:
-        """Ends a request between two steps and returns its pages.
+        Args:
+            request_id: which request.
+            index: end only this choice of it; None = all.
 
         Returns:
-            What it still held back, with finish_reason "abort"; None when no such request is in
-            flight.
+            What it still held back, with finish_reason "abort"; None when nothing of the request is
+            in flight.
         """
         with self._exclusive("abort"):
-            group = self._groups.get(request_id)
-            parts = [o for o in (*self._held, *self._ready.values()) if o.request_id == request_id]
-            if group is not None:
-                parts.append(self._last(group, "abort", None, [], flush=True))
-                self._in_change = True
-                self._forget(group)
-                self._in_change = False
-            self._held = [o for o in self._held if o.request_id != request_id]
-            self._ready.pop(request_id, None)
-            return merge_outputs(parts) if parts else None
+            group = self._group(request_id) or self._outbox.owner(request_id)
+            if group is None:
+                return None
+            if index is not None:
+                group.check_index(index)
+            self._in_change = True
+            if not group.has_ended:
+                group.abort(index)
+                self._settle(group)
+            if index is None and request_id in self._held_groups:
+                group.let_go()
+                del self._held_groups[request_id]
+            outputs = self._outbox.gather(group, index)
+            num_output_tokens = self._num_output_tokens + count_tokens(outputs)
+            self._outbox.remove(group, index)
+            self._in_change, self._num_output_tokens = False, num_output_tokens
+            return outputs[0] if outputs else None
+
+    def _group(self, request_id: str) -> Group | None:
+        """The request of this id that is in flight or held."""
+        return self._groups.get(request_id) or self._held_groups.get(request_id)
+
+    def update_params(self, params: object) -> None:
+        """Goes on with other weights of the same model.
+
+        Requests in flight keep the tokens they have and go on with the new weights; their KV is
+        computed again, and nothing that the old ones computed is used any more.
+
+        Args:
+            params: as the executor's own: same tree, shapes and types.
+        """
+        with self._exclusive("update_params"):
+            self._in_change = True
+            self.executor.update_params(params)
+            self.scheduler.change_weights()
+            self._in_change = False
+            for observer in self.observers:
+                observer.weights_changed()
 
     def has_request(self, request_id: str) -> bool:
         """Whether a request is in flight, or its output has not been handed out yet."""
-        held = any(output.request_id == request_id for output in self._held)
-        return held or request_id in self._groups or request_id in self._ready
+        return request_id in self._groups or self._outbox.has(request_id)
 
     def has_work(self) -> bool:
-        """Whether `step` has something to do or to hand out."""
-        return bool(self._held or self._ready or self._groups)
+        """Whether `step` has something to do or to hand out. Requests that are only held are none."""
+        return bool(self._groups) or bool(self._outbox)
 
     def step(self) -> list[RequestOutput]:
         """Schedules and runs one step.
@@ -213,28 +277,51 @@ class Engine:
         unfinished sequences again from the tokens they had.
 
         Returns:
-            What each request released in it: new ids, text and logprobs only. A request that ends
-            appears with its finish_reason, even when it released nothing.
+            What each request released in it: new ids, text and logprobs only, of the choices that
+            have any. A choice that ends appears with its finish_reason, even when it released
+            nothing.
         """
         with self._exclusive("step"):
             self._in_change = True
-            self._step()
-            made = [*self._held, *self._ready.values()]
-            worth = [o for o in made if o.finished or o.outputs[0].token_ids or o.outputs[0].text]
-            self._held, self._ready, self._in_change = [], {}, False
-        return worth
+            plan = self.scheduler.schedule()
+            if plan is not None:
+                self._run(plan)
+            outputs = self._outbox.gather()
+            num_output_tokens = self._num_output_tokens + count_tokens(outputs)
+            self._outbox.remove()
+            self._in_change, self._num_output_tokens = False, num_output_tokens
+        return outputs
 
-    def _step(self) -> None:
-        plan = self.scheduler.schedule()
-        if plan is None:
-            return
-        handle = self.executor.submit(build_batch(plan, self.scheduler.buckets))
-        sampled = handle.result()
-        self._num_steps += 1
-        self._num_scheduled_tokens += plan.num_tokens
-        self._num_padding_tokens += plan.num_padding_tokens
-        for seq in self.scheduler.update(plan, sampled):
-            self._release(self._groups[seq.request.id])
+    def _run(self, plan: StepPlan) -> None:
+        """Runs a step and hands each request what its sequences got."""
+        started = self.clock()
+        batch = build_batch(plan, self.scheduler.buckets, self.scheduler.kv.max_pages_per_seq)
+        sampled = self.executor.submit(batch).result()
+        seconds = self.clock() - started
+        result = self.scheduler.update(plan, sampled)
+        self._take_in(result)
+        self.scheduler.observe_step(plan, seconds)
+        for observer in self.observers:
+            observer.step_done(StepRecord(plan, batch, sampled, result, seconds))
+
+    def _take_in(self, result: StepResult) -> None:
+        advanced, failed = result
+        for seq in failed:
+            self._groups[seq.request.id].fail(seq)
+        by_request: dict[str, list[Sequence]] = {}
+        for seq in advanced:
+            by_request.setdefault(seq.request.id, []).append(seq)
+        for request_id, seqs in by_request.items():
+            self._groups[request_id].advance(seqs)
+        for request_id in {seq.request.id for seq in (*failed, *advanced)}:
+            self._settle(self._groups[request_id])
+
+    def _settle(self, group: Group) -> None:
+        """Takes a request that has ended out of those in flight."""
+        if group.has_ended:
+            if group.held:
+                self._held_groups[group.request.id] = group
+            del self._groups[group.request.id]
 
     @contextmanager
     def _exclusive(self, method: str) -> Iterator[None]:
@@ -253,104 +340,21 @@ class Engine:
 
     def _recover(self) -> None:
         """Throws away pages and queues; each unfinished sequence waits again with what was seen of it."""
-        self._held, self._ready = [*self._held, *self._ready.values()], {}
-        for group in self._groups.values():
-            if group.num_shown > group.progress.num_observed:
-                self._held.append(self._output(group, [], "abort", None))
-            group.seq.rewind(group.progress.num_observed)
-        ended = {output.request_id for output in self._held if output.finished}
-        self._groups = {name: g for name, g in self._groups.items() if name not in ended}
+        self._outbox.keep()
+        groups = self._groups | self._held_groups
+        seqs = [seq for group in groups.values() for seq in group.rewind()]
+        self._held_groups = {name: g for name, g in groups.items() if g.has_ended and g.held}
+        self._groups = {name: g for name, g in groups.items() if not g.has_ended}
         self.executor.reset()
-        self.scheduler.restart(group.seq for group in self._groups.values())
+        self.scheduler.restart(seqs)
         self._in_change = False
-
-    def _release(self, group: SequenceGroup) -> None:
-        """Looks at the token a sequence just got: ends it, makes ready what may be handed out."""
-        seq = group.seq
-        ending = seq.ending()
-        if group.watcher is None:
-            seen = Observation(text="", num_tokens=1, stop_reason=None, stopped=False)
-        else:
-            group.num_shown += 1
-            seen = group.watcher.observe([seq.token_ids[-1]])
-        if seen.stopped:
-            output = self._output(group, [seen], "stop", seen.stop_reason)
-        elif ending is not None:
-            output = self._last(group, *ending, [seen], flush=True)
-        else:
-            output = self._output(group, [seen], None, None)
-        num_released = group.progress.num_released + len(output.outputs[0].token_ids)
-        progress = Progress(group.progress.num_observed + 1, num_released)
-        # Two stores and no call in one statement: no interrupt can come between them.
-        self._ready[seq.request.id], group.progress = output, progress
-        self._num_output_tokens += 1
-        if output.finished:
-            self._forget(group)
-
-    def _last(
-        self,
-        group: SequenceGroup,
-        reason: str,
-        stop_reason: str | int | None,
-        seen: list[Observation],
-        flush: bool,
-    ) -> RequestOutput:
-        """The output that ends a request; `flush` adds what its watcher still holds."""
-        if flush and group.watcher is not None:
-            rest = group.watcher.flush()
-            seen = [*seen, rest]
-            if rest.stopped:  # the very last characters, held until now, complete a stop string
-                reason, stop_reason = "stop", rest.stop_reason
-        return self._output(group, seen, reason, stop_reason)
-
-    def _forget(self, group: SequenceGroup) -> None:
-        self.scheduler.finish(group.seq)
-        del self._groups[group.seq.request.id]
-
-    def _output(
-        self,
-        group: SequenceGroup,
-        seen: list[Observation],
-        reason: str | None,
-        stop_reason: str | int | None,
-    ) -> RequestOutput:
-        seq = group.seq
-        begin = group.progress.num_released
-        end = begin + sum(one.num_tokens for one in seen)
-        first = seq.num_prompt_tokens
-        wants_logprobs = seq.request.sampling_params.wants_logprobs
-        completion = CompletionOutput(
-            index=0,
-            text="".join(one.text for one in seen),
-            token_ids=seq.token_ids[first + begin : first + end],
-            logprobs=seq.logprobs[begin:end] if wants_logprobs else None,
-            finish_reason=reason,
-            stop_reason=stop_reason,
-        )
-        return RequestOutput(
-            request_id=seq.request.id,
-            outputs=[completion],
-            num_prompt_tokens=seq.num_prompt_tokens,
-            num_cached_tokens=seq.num_cached_tokens,
-        )
 
     def stats(self) -> EngineStats:
         """Counters and gauges as they stand between two steps."""
-        scheduler, pool = self.scheduler, self.scheduler.kv.pool
         chosen = self.executor.description
         return EngineStats(
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
-            num_pages=pool.num_pages,
-            num_free_pages=pool.num_free,
-            page_size=scheduler.kv.page_size,
-            max_num_seqs=scheduler.buckets.max_num_seqs,
-            max_num_batched_tokens=scheduler.buckets.max_num_batched_tokens,
+            **scheduler_stats(self.scheduler),
             max_model_len=self.max_model_len,
-            num_steps=self._num_steps,
-            num_preemptions=scheduler.num_preemptions,
-            num_scheduled_tokens=self._num_scheduled_tokens,
-            num_padding_tokens=self._num_padding_tokens,
             num_prompt_tokens=self._num_prompt_tokens,
             num_output_tokens=self._num_output_tokens,
             attention_backend=str(chosen["attention_backend"]),
@@ -361,12 +365,16 @@ class Engine:
 
     def check_invariants(self) -> None:
         """Raises AssertionError when the queues, the pages and the requests in flight disagree."""
-        self.scheduler.check_invariants()
-        queued = {s.request.id for s in (*self.scheduler.running, *self.scheduler.waiting)}
-        assert queued == self._groups.keys(), "a request is lost"
-        if not queued:
-            pool = self.scheduler.kv.pool
-            assert pool.num_free == pool.num_usable, "pages leaked"
+        scheduler = self.scheduler
+        scheduler.check_invariants()
+        queued = {s.request.id for s in (*scheduler.running, *scheduler.waiting)}
+        held = {s.request.id for s in scheduler.held}
+        assert queued <= self._groups.keys(), "an ended request still runs"
+        assert self._groups.keys() <= queued | held, "a request is lost"
+        assert self._held_groups.keys() <= held - queued, "a held request is lost"
+        assert held <= self._groups.keys() | self._held_groups.keys(), "nobody holds a sequence"
+        if not queued and not held:
+            assert scheduler.kv.num_owned_pages == 0, "pages leaked"
 
 
 def derive_seed(seed: int, index: int) -> int:

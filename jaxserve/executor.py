@@ -5,6 +5,7 @@ a simulator.
 runs.
 """
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from jaxserve.schedule.batch import DeviceBatch, SampledTokens
@@ -18,8 +19,23 @@ class StepHandle(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepCosts:
+    """What work costs here, for decisions between recomputing and moving pages.
+
+    Args:
+        token_s: seconds to compute one token as part of a full chunk.
+        page_move_s: seconds to move one page, all layers, between device and host, one way.
+    """
+
+    token_s: float
+    page_move_s: float
+
+
 class Executor(Protocol):
-    """Owns the KV pages and runs steps in the order they are submitted."""
+    """Owns the KV pages, on the device and in host RAM, and runs steps in the order they are
+    submitted.
+    """
 
     @property
     def description(self) -> dict[str, object]:
@@ -27,12 +43,27 @@ class Executor(Protocol):
         kv_cache_dtype and the like, for logs and stats."""
         ...
 
+    @property
+    def costs(self) -> StepCosts:
+        """As measured by `warm_up`."""
+        ...
+
     def warm_up(self) -> None:
         """Makes every bucket ready: after it no request can trigger a compilation."""
         ...
 
     def submit(self, batch: DeviceBatch) -> StepHandle:
-        """Starts a step. The batch's arrays are read-only from here on."""
+        """Starts a step: its page moves out, copies and moves in, then the batch itself. The
+        batch's arrays are read-only from here on."""
+        ...
+
+    def update_params(self, params: object) -> None:
+        """Runs every step from now on with other weights: same tree, shapes and types. No
+        step may be under way.
+
+        Raises:
+            ConfigError: another tree, shape or type; nothing was changed.
+        """
         ...
 
     def reset(self) -> None:

@@ -4,18 +4,26 @@ It reads its context back through the page table exactly as attention would, so 
 used twice or a row built wrongly changes the output or trips an assertion.
 """
 
+import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from jaxserve.config import SchedulerConfig
+from jaxserve.config import CacheConfig, SchedulerConfig
 from jaxserve.engine import Engine
+from jaxserve.executor import StepCosts
+from jaxserve.sampling_params import BeamParams
 from jaxserve.schedule.batch import DeviceBatch, SampledTokens
+from jaxserve.schedule.beam import BeamSearch, path_tokens
 from jaxserve.schedule.build import build_scheduler
+from jaxserve.schedule.sequence import Candidates
+from pallas_kernels.page_copy.api import check_copies
 
 VOCAB_SIZE = 1000
 UNWRITTEN = -1
+NUM_CANDIDATES = 8
 
 
 def next_token(context: Sequence[int]) -> int:
@@ -24,12 +32,41 @@ def next_token(context: Sequence[int]) -> int:
     return int.from_bytes(digest, "big") % VOCAB_SIZE
 
 
-def expected_tokens(prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """What a request must produce, whatever happens around it."""
+def fake_candidates(context: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """The likeliest tokens, i32[K], and their logprobs, f32[K]; how sure it is depends on the
+    context too."""
+    best = next_token(context)
+    ids = (best + 7 * np.arange(NUM_CANDIDATES, dtype=np.int32)) % VOCAB_SIZE
+    spread = 0.1 + best % 5 / 4
+    return ids, np.float32(-1) - np.float32(spread) * np.arange(NUM_CANDIDATES, dtype=np.float32)
+
+
+def expected_tokens(prompt: Sequence[int], num_tokens: int, seed: int | None = None) -> list[int]:
+    """What a request must produce, whatever happens around it.
+
+    Args:
+        prompt: its prompt.
+        num_tokens: how many it produces.
+        seed: of its draws, from an executor that draws; None = greedy.
+    """
     ids = list(prompt)
-    for _ in range(num_tokens):
-        ids.append(next_token(ids))
+    for position in range(num_tokens):
+        drawn = [] if seed is None else [seed >> 32, seed & 0xFFFFFFFF, position]
+        ids.append(next_token([*ids, *drawn]))
     return ids[len(prompt) :]
+
+
+def expected_beams(
+    prompt: Sequence[int], params: BeamParams, stop_ids: Collection[int] = ()
+) -> list[tuple[list[int], float, str]]:
+    """(token ids, score, finish_reason) of what a beam search must produce, best first: the same
+    search with nothing but token ids behind it."""
+    assert params.max_tokens is not None
+    search = BeamSearch(params=params, stop_ids=stop_ids, max_tokens=params.max_tokens)
+    while not search.is_done:
+        contexts = [[*prompt, *path_tokens(beam.path)[0]] for beam in search.beams]
+        search, _ = search.advance([Candidates(*fake_candidates(c)) for c in contexts])
+    return [(path_tokens(h.path)[0], h.score, h.finish_reason) for h in search.hypotheses]
 
 
 class FakeHandle:
@@ -41,12 +78,32 @@ class FakeHandle:
 
 
 class FakeExecutor:
-    """Meets `jaxserve.executor.Executor`; `batches` keeps what it was sent."""
+    """Meets `jaxserve.executor.Executor`; `last_batch` keeps what it was sent.
 
-    def __init__(self, *, num_pages: int, page_size: int):
+    Args:
+        num_pages, page_size: of the pool.
+        num_host_pages: of the host tier.
+        poison: token ids whose keys and values are NaN: whoever has one in its context fails.
+        draws: rows whose temperature is not 0 depend on seed and output position too.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_pages: int,
+        page_size: int,
+        num_host_pages: int = 0,
+        poison: Sequence[int] = (),
+        draws: bool = False,
+    ):
         self.slots = np.full((num_pages, page_size), UNWRITTEN, np.int64)
+        self.host_slots = np.full((num_host_pages, page_size), UNWRITTEN, np.int64)
         self.page_size = page_size
+        self.poison = frozenset(poison)
+        self.draws = draws
         self.num_steps = 0
+        self.num_computed_tokens = 0
+        self.weights = 0
         self.last_batch: DeviceBatch | None = None
 
     @property
@@ -58,15 +115,26 @@ class FakeExecutor:
             "kv_cache_dtype": "int64",
         }
 
+    @property
+    def costs(self) -> StepCosts:
+        return StepCosts(token_s=1e-4, page_move_s=1e-4)
+
     def warm_up(self) -> None:
         pass
 
     def reset(self) -> None:
         self.slots[:] = UNWRITTEN
+        self.host_slots[:] = UNWRITTEN
+
+    def update_params(self, params: object) -> None:
+        """The number by which every token of the context is shifted."""
+        assert isinstance(params, int)
+        self.weights = params
 
     def submit(self, batch: DeviceBatch) -> FakeHandle:
         self.num_steps += 1
         self.last_batch = batch
+        self._move_pages(batch)
         num_rows = int(batch.ranges[2])
         assert batch.bucket.num_tokens == len(batch.token_ids)
         assert batch.cu_q_lens[num_rows] <= batch.bucket.num_tokens
@@ -75,39 +143,68 @@ class FakeExecutor:
         assert (lengths >= 1).all()
         assert (np.diff(lengths) >= 0).all(), "rows are not ordered by their number of tokens"
         assert batch.ranges[0] == (lengths == 1).sum()
+        self.num_computed_tokens += int(lengths.sum())
         table = batch.page_table.reshape(len(batch.kv_lens), -1)
-        self._check_pages_are_not_shared(table[:num_rows], batch.kv_lens[:num_rows])
-        last_tokens = {}
+        self._write(batch, table, lengths)
+        contexts = {}  # by the token index of each row's last token
         for row in range(num_rows):
+            positions = np.arange(int(batch.kv_lens[row]))
+            pages = table[row][positions // self.page_size]
+            context = self.slots[pages, positions % self.page_size]
+            assert (context != UNWRITTEN).all(), "attention would read a slot that nobody wrote"
+            contexts[int(batch.cu_q_lens[row + 1]) - 1] = context
+        finite = [self.poison.isdisjoint(context.tolist()) for context in contexts.values()]
+        return FakeHandle(self._sample(batch, contexts, np.array(finite, bool)))
+
+    def _move_pages(self, batch: DeviceBatch) -> None:
+        device, host = batch.moves_out
+        self.host_slots[host] = self.slots[device]
+        check_copies(*batch.copies, len(self.slots))
+        source, target = batch.copies
+        self.slots[target] = self.slots[source]
+        host, device = batch.moves_in
+        assert not set(device.tolist()) & set(target.tolist()), "two moves into one page"
+        self.slots[device] = self.host_slots[host]
+
+    def _write(self, batch: DeviceBatch, table: np.ndarray, lengths: np.ndarray) -> None:
+        """Puts the tokens of every row into its slots; nobody else may see the pages written."""
+        readers: Counter[int] = Counter()
+        for row in range(len(lengths)):
+            num_pages = -(-int(batch.kv_lens[row]) // self.page_size)
+            readers.update(set(table[row][:num_pages].tolist()))
+        for row, length in enumerate(lengths.tolist()):
             begin, end = batch.cu_q_lens[row], batch.cu_q_lens[row + 1]
             kv_len = int(batch.kv_lens[row])
-            positions = np.arange(kv_len - (end - begin), kv_len)
+            positions = np.arange(kv_len - length, kv_len)
             assert (batch.positions[begin:end] == positions).all()
             pages = table[row][positions // self.page_size]
             assert (pages != 0).all(), "a live token would be written to the null page"
-            self.slots[pages, positions % self.page_size] = batch.token_ids[begin:end]
-            all_positions = np.arange(kv_len)
-            context = self.slots[
-                table[row][all_positions // self.page_size], all_positions % self.page_size
-            ]
-            assert (context != UNWRITTEN).all(), "attention would read a slot that nobody wrote"
-            last_tokens[int(end) - 1] = next_token(context)
-        ids = np.array([last_tokens[t] for t in batch.logit_rows[: batch.num_rows]], np.int32)
-        return FakeHandle(
-            SampledTokens(
-                token_ids=ids[:, None],
-                num_tokens=np.ones(len(ids), np.int32),
-                logprobs=np.full((len(ids), 1), -1.0, np.float32),
-            )
-        )
+            assert all(readers[p] == 1 for p in set(pages.tolist())), "a shared page is written"
+            ids = batch.token_ids[begin:end].astype(np.int64)
+            self.slots[pages, positions % self.page_size] = ids + self.weights
 
-    def _check_pages_are_not_shared(self, table: np.ndarray, kv_lens: np.ndarray) -> None:
-        used = [
-            p
-            for row, kv_len in zip(table, kv_lens, strict=True)
-            for p in row[: -(-int(kv_len) // self.page_size)]
-        ]
-        assert len(set(used)) == len(used), "two rows share a page"
+    def _sample(
+        self, batch: DeviceBatch, contexts: dict[int, np.ndarray], finite: np.ndarray
+    ) -> SampledTokens:
+        sampling = [contexts[t] for t in batch.logit_rows[: batch.num_rows].tolist()]
+        if self.draws:
+            sampling = [
+                [*context, *batch.seeds[row].tolist(), batch.output_positions[row]]
+                if batch.temperature[row] > 0
+                else context
+                for row, context in enumerate(sampling)
+            ]
+        best = [fake_candidates(context) for context in sampling]
+        ids = np.array([one[0] for one in best], np.int32).reshape(-1, NUM_CANDIDATES)
+        logprobs = np.array([one[1] for one in best], np.float32).reshape(-1, NUM_CANDIDATES)
+        return SampledTokens(
+            token_ids=ids[:, :1],
+            num_tokens=np.ones(len(ids), np.int32),
+            logprobs=logprobs[:, :1],
+            finite=finite,
+            candidate_ids=ids if batch.wants_candidates else None,
+            candidate_logprobs=logprobs if batch.wants_candidates else None,
+        )
 
 
 def make_engine(
@@ -115,25 +212,38 @@ def make_engine(
     num_pages: int = 64,
     page_size: int = 4,
     max_model_len: int = 128,
-    max_num_seqs: int = 8,
-    max_num_batched_tokens: int = 32,
-    scheduling: str = "continuous",
-    **engine_options: object,
+    num_host_pages: int = 0,
+    poison: Sequence[int] = (),
+    draws: bool = False,
+    **options: object,
 ) -> Engine:
-    """An engine over a `FakeExecutor`."""
-    config = SchedulerConfig(
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        scheduling=scheduling,
+    """An engine over a `FakeExecutor`; `options` are fields of the configs, else of the engine."""
+    options = {"max_num_seqs": 8, "max_num_batched_tokens": 32} | options
+    configs = []
+    for kind in (SchedulerConfig, CacheConfig):
+        names = {field.name for field in dataclasses.fields(kind)} & options.keys()
+        configs.append(kind(**{name: options.pop(name) for name in names}))
+    executor = FakeExecutor(
+        num_pages=num_pages,
+        page_size=page_size,
+        num_host_pages=num_host_pages,
+        poison=poison,
+        draws=draws,
+    )
+    scheduler = build_scheduler(
+        *configs,
+        num_pages=num_pages,
+        page_size=page_size,
+        max_model_len=max_model_len,
+        num_host_pages=num_host_pages,
+        costs=executor.costs,
     )
     return Engine(
-        executor=FakeExecutor(num_pages=num_pages, page_size=page_size),
-        scheduler=build_scheduler(
-            config, num_pages=num_pages, page_size=page_size, max_model_len=max_model_len
-        ),
+        executor=executor,
+        scheduler=scheduler,
         vocab_size=VOCAB_SIZE,
         max_model_len=max_model_len,
-        **engine_options,  # type: ignore[arg-type]
+        **options,  # type: ignore[arg-type]
     )
 
 

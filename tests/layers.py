@@ -5,10 +5,11 @@
     llm, async_engine, the package's own __init__                              7
     build                                                                      6
     device, weights, plan.simulate                                             5
-    engine                                                                     4
+    engine, groups                                                             4
     executor, schedule                                                         3
     pages, text, model, sample                                                 2
-    plan.capacity, plan.roofline, model_config, request, stats, config, errors 1
+    plan.capacity, plan.roofline, model_config, sampling_params, request,
+    stats, config, errors                                                      1
     pallas_kernels                                                             0
 
 Imports go down or stay on a level, never up, and never in a circle; an import inside a function
@@ -23,6 +24,7 @@ LEVELS = {
     "jaxserve.errors": 1,
     "jaxserve.config": 1,
     "jaxserve.request": 1,
+    "jaxserve.sampling_params": 1,
     "jaxserve.stats": 1,
     "jaxserve.model_config": 1,
     "jaxserve.plan": 1,
@@ -33,6 +35,7 @@ LEVELS = {
     "jaxserve.executor": 3,
     "jaxserve.schedule": 3,
     "jaxserve.engine": 4,
+    "jaxserve.groups": 4,
     "jaxserve.device": 5,
     "jaxserve.weights": 5,
     "jaxserve.plan.simulate": 5,

@@ -14,7 +14,7 @@ leaves in that order gives up pages in that order.
 Source: RadixAttention in SGLang (Zheng et al. 2023, section 3).
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from jaxserve.pages.eviction import EVICTIONS, LeafHeap
@@ -361,9 +361,16 @@ class RadixTree:
             path[-1] = path[-1].split(len(path[-1].page_ids) - num_over)
         return path
 
+    def nodes(self) -> Iterator[RadixNode]:
+        """Every node, parents before children."""
+        below = list(self._roots.values())
+        while below:
+            node = below.pop()
+            yield node
+            below += node.children.values()
+
     def check_invariants(self) -> None:
         """Raises AssertionError when a count, a link, an order or the heap of leaves is wrong."""
-        nodes: list[RadixNode] = []
         for namespace, root in self._roots.items():
             assert root.namespace == namespace, "a root is misplaced"
             assert not root.tokens, "a root has tokens"
@@ -371,12 +378,10 @@ class RadixTree:
             assert root.children or root.lock_ref or root is self._newest_root, (
                 f"the empty root of {namespace!r} was left behind"
             )
-            below = [root]
-            while below:
-                node = below.pop()
-                node.check_children()
-                nodes += node.children.values()
-                below += node.children.values()
+        nodes = []
+        for node in self.nodes():
+            node.check_children()
+            nodes += node.children.values()
         page_ids = [page_id for node in nodes for page_id in node.page_ids]
         assert len(set(page_ids)) == len(page_ids), "a page is twice in the tree"
         assert self.num_pages == len(page_ids), f"num_pages {self.num_pages} != {len(page_ids)}"

@@ -1,9 +1,12 @@
-"""When a waiting request may join the running ones. One small class per policy, kept in `ADMISSIONS`."""
+"""When waiting requests may join the running ones at all. One small class per way, kept in `GATES`.
+
+Which of them comes first is another question: `queue.py`.
+"""
 
 from typing import Protocol
 
 
-class Admission(Protocol):
+class Gate(Protocol):
     """Asked by the scheduler before each admission; told of each one made."""
 
     def may_admit(self, num_running: int) -> bool: ...
@@ -11,7 +14,7 @@ class Admission(Protocol):
     def admitted(self) -> None: ...
 
 
-class ContinuousAdmission:
+class ContinuousGate:
     """A request joins as soon as a slot, budget and pages are free.
 
     Source: Orca (Yu et al., OSDI 2022), section 4.1, iteration-level scheduling.
@@ -25,7 +28,7 @@ class ContinuousAdmission:
         pass
 
 
-class StaticAdmission:
+class StaticGate:
     """A batch takes members until the first of them is done, then drains before the next is formed.
 
     The arm that continuous batching is compared with.
@@ -43,7 +46,7 @@ class StaticAdmission:
         self._num_members += 1
 
 
-ADMISSIONS: dict[str, type[Admission]] = {
-    "continuous": ContinuousAdmission,
-    "static": StaticAdmission,
+GATES: dict[str, type[Gate]] = {
+    "continuous": ContinuousGate,
+    "static": StaticGate,
 }

@@ -6,7 +6,7 @@ that are made read-only here: on CPU jax may use a numpy buffer in place, so an 
 `submit` would change the running step. Writing to a submitted batch raises instead.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +15,13 @@ from jaxserve.schedule.buckets import Bucket, Buckets
 
 if TYPE_CHECKING:
     from jaxserve.schedule.plan import StepPlan
+
+
+MAX_CANDIDATES = 64  # likeliest tokens that a step can return for a row
+
+
+def _no_pairs() -> np.ndarray:
+    return np.zeros((2, 0), np.int32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +51,15 @@ class DeviceBatch:
     min_p: np.ndarray  # f32[R]
     seeds: np.ndarray  # u32[R, 2]     high and low word
     output_positions: np.ndarray  # i32[R]  how many output tokens the sequence has already
+    wants_candidates: bool = False  # some row wants the likeliest tokens, not just a sampled one
+    # pages to move before the step, in this order; n differs from field to field
+    moves_out: np.ndarray = field(default_factory=_no_pairs)  # i32[2, n] device pages -> host pages
+    copies: np.ndarray = field(default_factory=_no_pairs)  # i32[2, n] device pages -> device pages
+    moves_in: np.ndarray = field(default_factory=_no_pairs)  # i32[2, n] host pages -> device pages
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for one in fields(self):
+            value = getattr(self, one.name)
             if isinstance(value, np.ndarray):
                 value.flags.writeable = False
 
@@ -75,6 +87,7 @@ class DeviceBatch:
             cu_q_lens=np.zeros(max_seqs + 1, np.int32),
             ranges=np.zeros(3, np.int32),
             logit_rows=np.zeros(max_seqs, np.int32),
+            wants_candidates=False,
             **_sampling_arrays([], bucket.num_rows),
         )
 
@@ -87,19 +100,29 @@ class SampledTokens:
         token_ids: i32[S, M].
         num_tokens: i32[S], how many of the M are there.
         logprobs: f32[S, M], natural log of each token's probability under the raw logits.
+        finite: bool[number of slices], in plan order and for every slice, also those that sample
+            nothing: False where hidden states or logits of the slice are NaN or infinite. Nothing
+            that such a slice wrote may be used by anybody.
+        candidate_ids: i32[S, K], the likeliest tokens of each sampling row, best first, when the
+            batch wanted them; K = min(MAX_CANDIDATES, vocabulary).
+        candidate_logprobs: f32[S, K], theirs.
     """
 
     token_ids: np.ndarray
     num_tokens: np.ndarray
     logprobs: np.ndarray
+    finite: np.ndarray
+    candidate_ids: np.ndarray | None = None
+    candidate_logprobs: np.ndarray | None = None
 
 
-def build_batch(plan: "StepPlan", buckets: Buckets) -> DeviceBatch:
+def build_batch(plan: "StepPlan", buckets: Buckets, max_pages: int) -> DeviceBatch:
     """Fills the arrays of a plan's bucket.
 
     Args:
         plan: slices in kernel order, pages taken.
         buckets: gives S.
+        max_pages: pages that a sequence of max_model_len tokens needs (P).
 
     Returns:
         A `DeviceBatch` of fresh, read-only arrays.
@@ -108,7 +131,6 @@ def build_batch(plan: "StepPlan", buckets: Buckets) -> DeviceBatch:
     num_seqs = len(plan.slices)
     token_ids = np.zeros(plan.bucket.num_tokens, np.int32)
     positions = np.zeros(plan.bucket.num_tokens, np.int32)
-    max_pages = len(plan.slices[0].seq.page_table.row)
     page_table = np.zeros((max_seqs, max_pages), np.int32)
     kv_lens = np.zeros(max_seqs, np.int32)
     cu_q_lens = np.zeros(max_seqs + 1, np.int32)
@@ -120,7 +142,8 @@ def build_batch(plan: "StepPlan", buckets: Buckets) -> DeviceBatch:
         stop = one.start + one.num_tokens
         token_ids[begin:end] = one.seq.token_ids[one.start : stop]
         positions[begin:end] = range(one.start, stop)
-        page_table[row] = one.seq.page_table.row
+        pages = one.seq.page_table.row
+        page_table[row, : len(pages)] = pages
         kv_lens[row] = stop
         cu_q_lens[row + 1] = end
         if one.num_samples:
@@ -139,8 +162,16 @@ def build_batch(plan: "StepPlan", buckets: Buckets) -> DeviceBatch:
         cu_q_lens=cu_q_lens,
         ranges=np.array([num_single, num_single, num_seqs], np.int32),
         logit_rows=logit_rows,
+        wants_candidates=any(seq.wants_candidates for seq in sampling),
+        moves_out=_pairs(plan.moves_out),
+        copies=_pairs(plan.copies),
+        moves_in=_pairs(plan.moves_in),
         **_sampling_arrays(sampling, plan.bucket.num_rows),
     )
+
+
+def _pairs(pairs: tuple[tuple[int, int], ...]) -> np.ndarray:
+    return np.array(pairs, np.int32).T.copy() if pairs else _no_pairs()
 
 
 def _sampling_arrays(seqs: list, num_rows: int) -> dict[str, np.ndarray]:

@@ -1,13 +1,14 @@
 """What one step will do: a named plan between the scheduler, which decides, and the batch, which is sent."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from jaxserve.pages.kv_manager import Pairs
 from jaxserve.schedule.buckets import Bucket
 from jaxserve.schedule.sequence import Sequence
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScheduledSlice:
+class ScheduledSlice(NamedTuple):
     """A run of one sequence's tokens to compute in this step.
 
     Args:
@@ -30,15 +31,32 @@ class StepPlan:
     Args:
         slices: ordered as the kernels want their rows: by num_tokens, then by context length.
         bucket: the compiled shapes it runs in.
+        num_tokens: of all slices.
+        moves_out: (device page, host page) pairs, done first of all.
+        copies: (source page, target page) pairs, done next; no target is a source of another.
+        moves_in: (host page, device page) pairs, done last before the step.
     """
 
     slices: tuple[ScheduledSlice, ...]
     bucket: Bucket
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(s.num_tokens for s in self.slices)
+    num_tokens: int
+    moves_out: Pairs = ()
+    copies: Pairs = ()
+    moves_in: Pairs = ()
 
     @property
     def num_padding_tokens(self) -> int:
         return self.bucket.num_tokens - self.num_tokens
+
+
+class StepResult(NamedTuple):
+    """What became of a step's sequences.
+
+    Args:
+        advanced: those that got a token, or candidates for one, in plan order.
+        failed: those whose hidden states or logits were NaN or infinite. Nothing of this step was
+            kept of them, and they have to be ended.
+    """
+
+    advanced: list[Sequence]
+    failed: list[Sequence]

@@ -1,26 +1,35 @@
-"""What happens to a running sequence whose pages are needed by an older one.
+"""What happens to a running sequence whose pages are needed by an older one: its pages are given up
+and computed again later, or moved to host RAM and back.
 
-Source: vLLM (Kwon et al., SOSP 2023), section 4.5: all-or-nothing eviction, recovery by
+Source: vLLM (Kwon et al., SOSP 2023), section 4.5: all-or-nothing eviction, recovery by swapping or
 recomputation.
 """
 
-from jaxserve.pages.kv_manager import KVManager
-from jaxserve.schedule.sequence import Sequence, Status
+from jaxserve.executor import StepCosts
+
+MAX_PREEMPTIONS = 4  # of one sequence, unless its own siblings need the room
 
 
-def newest(running: list[Sequence]) -> Sequence:
-    """The victim: running sequences stand in arrival order, so the oldest always progresses."""
-    return running[-1]
+class PreemptionMode:
+    """Chooses between recomputing and swapping.
 
-
-def preempt_by_recompute(seq: Sequence, kv: KVManager) -> None:
-    """Gives up the pages; prompt and produced tokens are computed again when the sequence is
-    admitted again.
-
-    Nothing is sampled twice: a slice samples only when it reaches the last known token, and draws
-    depend on the seed and the output position alone.
+    Args:
+        mode: "recompute", "swap" or "auto".
+        costs: what both cost; read by "auto" only.
     """
-    kv.free(seq.page_table)
-    seq.num_computed_tokens = 0
-    seq.num_preemptions += 1
-    seq.status = Status.PREEMPTED
+
+    def __init__(self, mode: str, costs: StepCosts | None):
+        if mode == "auto" and costs is None:
+            raise ValueError('preemption mode "auto" needs costs to compare')
+        self._mode = mode
+        self._costs = costs
+
+    def prefers_swap(self, num_tokens: int, num_pages: int) -> bool:
+        """Whether a sequence with so many computed tokens, in so many pages, should be swapped.
+
+        Swapping moves every page twice. Recomputing computes every token again, in chunks.
+        """
+        if self._mode != "auto":
+            return self._mode == "swap"
+        assert self._costs is not None
+        return 2 * num_pages * self._costs.page_move_s < num_tokens * self._costs.token_s

@@ -2,25 +2,41 @@
 
 Called by the engine: `add`, then `schedule` -> (the executor runs the plan) -> `update`, `finish`
 in a loop. Running sequences come first, one token or a chunk each, within the token budget; what is
-left of the budget admits waiting ones, first come first served. A prompt longer than the budget is
-computed in chunks, and decode tokens of the others ride in the same steps (Source: SARATHI, Agrawal
-et al. 2023, stall-free batching).
+left of the budget admits waiting ones, in the order of the policy. A prompt longer than the budget is
+computed in chunks, and decode tokens of the others ride in the same steps.
+
+            add, fork            admit                    hold
+    (new) -----------> waiting --------> running ------------------> held
+                          ^    preempt      |                          |
+                          +-----------------+        resume            |
+                          +--------------------------------------------+
+
+Sequences own pages while they run, while they are held, and while they wait as a fork (*parked*).
+When pages run out, cached ones go first, then those of held and parked sequences, the newest first,
+and then the running sequence that stands last is preempted. The first always progresses.
 
 Invariants (`check_invariants`):
-    running and waiting stand in arrival order; only the last running sequence can be in the middle
-    of a chunked prompt; pages: free + owned = all; waiting sequences own none.
+    running sequences stand in the order in which they give way; waiting ones in the order of the
+    policy; pages: free + cached + owned = all; every computed token of a sequence has a page.
 """
 
-from collections import deque
 from collections.abc import Iterable
+from itertools import chain
 
 from jaxserve.pages.kv_manager import KVManager
-from jaxserve.schedule.admission import Admission
+from jaxserve.schedule.admission import Gate
 from jaxserve.schedule.batch import SampledTokens
 from jaxserve.schedule.buckets import Buckets
-from jaxserve.schedule.plan import ScheduledSlice, StepPlan
-from jaxserve.schedule.preemption import newest, preempt_by_recompute
-from jaxserve.schedule.sequence import Sequence, Status
+from jaxserve.schedule.chunking import ChunkSizes
+from jaxserve.schedule.counters import SchedulerCounters
+from jaxserve.schedule.entrance import Entrance
+from jaxserve.schedule.invariants import check_queues
+from jaxserve.schedule.parked import Parked
+from jaxserve.schedule.plan import ScheduledSlice, StepPlan, StepResult
+from jaxserve.schedule.preemption import PreemptionMode
+from jaxserve.schedule.prefix_wait import PrefixWait
+from jaxserve.schedule.queue import Policy, WaitingQueue
+from jaxserve.schedule.sequence import Candidates, Namespace, Sequence, Status
 
 
 class Scheduler:
@@ -29,168 +45,326 @@ class Scheduler:
     Args:
         kv: the page pool.
         buckets: the shapes a step may take; gives max_num_seqs and the token budget.
-        admission: when waiting sequences may join.
+        gate: when waiting sequences may join at all.
+        policy: which of them first.
+        chunk_sizes: how the budget is shared out.
+        preemption: recompute or swap.
     """
 
-    def __init__(self, *, kv: KVManager, buckets: Buckets, admission: Admission):
+    def __init__(
+        self,
+        *,
+        kv: KVManager,
+        buckets: Buckets,
+        gate: Gate,
+        policy: Policy,
+        chunk_sizes: ChunkSizes,
+        preemption: PreemptionMode,
+    ):
         self.kv = kv
         self.buckets = buckets
-        self.admission = admission
-        self.waiting: deque[Sequence] = deque()
+        self.gate = gate
+        self.policy = policy
+        self.chunk_sizes = chunk_sizes
+        self.preemption = preemption
+        self.counters = SchedulerCounters()
+        self.waiting = WaitingQueue(policy)
         self.running: list[Sequence] = []
-        self.num_preemptions = 0
+        self.held: list[Sequence] = []
+        self.parked = Parked(kv, self.counters)
+        self.prefix_wait = PrefixWait(kv.page_size, self.counters)
+        self.entrance = Entrance(
+            kv=kv,
+            parked=self.parked,
+            policy=policy,
+            max_num_partial_prefills=chunk_sizes.max_num_partial_prefills,
+            namespace=self.namespace,
+        )
+        self._weights_version = 0
 
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def add(self, seq: Sequence) -> None:
-        """Queues a sequence.
+    # Into the queues and out of them
 
-        Its arrival number is larger than any before, and it fits an empty pool.
+    def add(self, seq: Sequence) -> None:
+        """Queues a new sequence that owns nothing. Alone, it fits an empty pool."""
+        self.waiting.push(seq)
+
+    def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
+        """Queues a new sequence that begins with the first `num_tokens` tokens of another one and
+        shares the pages that hold them.
+
+        Args:
+            parent: in any state; where it has no pages, the child has none either.
+            child: its token_ids begin with these tokens. Should it have no more than these, the last
+                one is computed again, into a copy of its page: somebody has to compute logits.
+            num_tokens: cut to what the parent has computed.
         """
-        self.waiting.append(seq)
+        shared = min(num_tokens, parent.num_computed_tokens, len(child.token_ids) - 1)
+        if shared > 0 and len(parent.page_table):
+            child.page_table = self.kv.fork(parent.page_table, shared)
+            child.num_computed_tokens = child.num_cached_tokens = shared
+            self.parked.add(child)
+        self.counters.num_forks += 1
+        self.waiting.push(child)
+
+    def hold(self, seq: Sequence) -> None:
+        """Stops a running sequence; it keeps its pages as long as nobody needs them."""
+        self.running.remove(seq)
+        seq.status = Status.HELD
+        self.held.append(seq)
+        self.parked.add(seq)
+
+    def resume(self, seq: Sequence) -> None:
+        """Lets a held sequence go on."""
+        self.held.remove(seq)
+        seq.status = Status.PREEMPTED
+        self.waiting.push(seq)
+
+    def finish(self, seq: Sequence) -> None:
+        """Ends a sequence in any state; its pages are free or cached at once."""
+        if seq.status is Status.FINISHED:
+            return
+        if seq.status is Status.RUNNING:
+            self.running.remove(seq)
+        elif seq.status is Status.HELD:
+            self.held.remove(seq)
+        else:
+            self.waiting.remove(seq)
+        self.parked.give_up_pages(seq)
+        seq.status = Status.FINISHED
+
+    def namespace(self, seq: Sequence) -> Namespace:
+        """Whose cached pages a sequence may use."""
+        return Namespace(self._weights_version, seq.request.cache_salt, None)
+
+    # One step
 
     def schedule(self) -> StepPlan | None:
         """The next step, with the pages for it taken; None when nothing can run."""
         slices: list[ScheduledSlice] = []
-        budget = self.buckets.max_num_batched_tokens
-        num_preemptions = self.num_preemptions
-        budget = self._continue_running(slices, budget)
-        if (
-            self.num_preemptions == num_preemptions
-        ):  # pages that were just given up are not handed to newcomers
-            self._admit_waiting(slices, budget)
+        num_preemptions = self.counters.num_preemptions
+        budget = self._continue_running(slices)
+        if self.counters.num_preemptions == num_preemptions:
+            budget = self._admit_waiting(slices, budget)  # not with pages that were just given up
         if not slices:
             return None
-        slices.sort(key=lambda s: (s.num_tokens, s.start + s.num_tokens))
-        num_tokens = sum(s.num_tokens for s in slices)
-        num_rows = sum(s.num_samples for s in slices)
+        self._use_leftover(slices, budget)
+        slices.sort(key=lambda one: (one.num_tokens, one.start + one.num_tokens))
+        num_tokens = sum(one.num_tokens for one in slices)
+        num_rows = sum(one.num_samples for one in slices)
         bucket = self.buckets.pick(num_tokens, max(1, num_rows))
-        return StepPlan(slices=tuple(slices), bucket=bucket)
+        moves = self.kv.take_moves()
+        self.counters.num_copied_pages += len(moves.copies)
+        return StepPlan(
+            slices=tuple(slices), bucket=bucket, num_tokens=num_tokens, **moves._asdict()
+        )
 
-    def _continue_running(self, slices: list[ScheduledSlice], budget: int) -> int:
+    def _continue_running(self, slices: list[ScheduledSlice]) -> int:
+        """Gives the running sequences their tokens, preempting from the end as needed; returns what
+        is left of the budget.
+        """
+        shares, budget = self.chunk_sizes.share(self.running, self.waiting)
         index = 0
-        while index < len(self.running) and budget > 0:
+        while index < len(self.running):
             seq = self.running[index]
-            num_tokens = min(seq.num_tokens_to_compute, budget)
+            num_tokens = shares[index]
             if not self._make_room(seq, seq.num_computed_tokens + num_tokens):
-                break  # seq was the newest and gave way itself: nobody stands behind it
+                break  # seq stood last and gave way itself
             slices.append(_slice(seq, num_tokens))
-            budget -= num_tokens
             index += 1
         return budget
 
     def _make_room(self, seq: Sequence, num_tokens: int) -> bool:
-        """Grows the sequence's pages, preempting the newest as needed; False if that was `seq`
-        itself.
-        """
-        while not self.kv.grow(seq.page_table, num_tokens):
-            victim = newest(self.running)
+        """Grows a running sequence's pages; False if it had to give way itself."""
+        while not self.kv.grow(seq.page_table, num_tokens, seq.num_computed_tokens):
+            if self.parked.give_up_newest():
+                continue
+            victim = self.running[-1]
             if victim is seq and len(self.running) == 1:
                 raise RuntimeError(
                     f"request {seq.request.id!r} alone outgrew the page pool: {num_tokens} tokens, "
                     f"{self.kv.num_slots} slots; admission should have refused it"
                 )
-            self.running.pop()
-            preempt_by_recompute(victim, self.kv)
-            self.waiting.appendleft(victim)
-            self.num_preemptions += 1
+            self._preempt(victim)
             if victim is seq:
                 return False
         return True
 
-    def _admit_waiting(self, slices: list[ScheduledSlice], budget: int) -> None:
-        while self.waiting and budget > 0 and len(self.running) < self.buckets.max_num_seqs:
-            if not self.admission.may_admit(len(self.running)):
-                return
-            seq = self.waiting[0]
-            # All its known tokens must fit beside one more page for each running sequence: a newcomer that
-            # would be preempted at the next page border only wastes its own computation.
-            num_needed = seq.page_table.num_missing(len(seq.token_ids)) + len(self.running)
-            if num_needed > self.kv.pool.num_free:
-                return
-            match = self.kv.match(seq.token_ids)
-            self.kv.adopt(seq.page_table, match)
-            seq.num_computed_tokens = match.num_tokens
-            if (
-                seq.status is Status.WAITING
-            ):  # a resumed sequence reports what its first admission found
-                seq.num_cached_tokens = match.num_tokens
-            num_tokens = min(seq.num_tokens_to_compute, budget)
-            if not self.kv.grow(seq.page_table, seq.num_computed_tokens + num_tokens):
-                raise RuntimeError("pages seen free a moment ago are gone")
-            self.waiting.popleft()
-            self.running.append(seq)
-            self.admission.admitted()
-            seq.status = Status.RUNNING
-            slices.append(_slice(seq, num_tokens))
-            budget -= num_tokens
+    def _preempt(self, victim: Sequence) -> None:
+        self.running.remove(victim)
+        num_tokens = victim.num_computed_tokens
+        if self.preemption.prefers_swap(num_tokens, len(victim.page_table)):
+            victim.host_pages = self.kv.swap_out(victim.page_table, num_tokens)
+            if victim.host_pages is None:
+                self.counters.num_swaps_refused += 1
+        if victim.host_pages is None:
+            self.kv.free(victim.page_table)
+            self.counters.num_recomputes += 1
+        else:
+            self.counters.num_swaps += 1
+        victim.num_computed_tokens = 0
+        victim.num_preemptions += 1
+        victim.status = Status.PREEMPTED
+        self.counters.num_preemptions += 1
+        self.waiting.push(victim)
 
-    def update(self, plan: StepPlan, sampled: SampledTokens) -> list[Sequence]:
-        """Takes in a step's result: progress, and the sampled tokens.
+    def _admit_waiting(self, slices: list[ScheduledSlice], budget: int) -> int:
+        """Lets waiting sequences run with what is left of the budget; returns what is left then."""
+        partial = [one.seq for one in slices if not one.num_samples]
+        passed: set[Sequence] = set()
+        while self.waiting and budget > 0 and len(self.running) < self.buckets.max_num_seqs:
+            if not self.gate.may_admit(len(self.running)):
+                break
+            seq = self._next_in_line(passed)
+            if seq is None:
+                break
+            num_tokens = self.entrance.admit(seq, budget, self.running, partial)
+            if num_tokens == 0:
+                break
+            self._start(seq)
+            slices.append(_slice(seq, num_tokens))
+            if not slices[-1].num_samples:
+                partial.append(seq)
+            budget -= num_tokens
+        return budget
+
+    def _next_in_line(self, passed: set[Sequence]) -> Sequence | None:
+        """Whom to admit next. Who waits for pages that are on their way holds up the others, or is
+        passed, as the policy says.
+        """
+        for seq in self.waiting.candidates(self.entrance.num_cached):
+            if seq in passed:
+                continue
+            if not self._must_wait_for_prefix(seq):
+                return seq
+            if self.policy.in_order:
+                return None
+            passed.add(seq)
+        return None
+
+    def _must_wait_for_prefix(self, seq: Sequence) -> bool:
+        if self.kv.tree is None:
+            return False  # it would find nothing
+        return self.prefix_wait.must_wait(seq, self.running, self.entrance.num_cached)
+
+    def _start(self, seq: Sequence) -> None:
+        if seq in self.parked:
+            self.parked.remove(seq)
+        elif seq.status is Status.WAITING:
+            # A resumed sequence goes on reporting what its first admission found.
+            seq.num_cached_tokens = seq.num_computed_tokens
+            self.counters.num_queried_tokens += len(seq.token_ids)
+            self.counters.num_hit_tokens += seq.num_computed_tokens
+        self.waiting.admit(seq)
+        self.gate.admitted()
+        seq.status = Status.RUNNING
+        position = len(self.running)
+        standing = self.policy.standing(seq)
+        while position and self.policy.standing(self.running[position - 1]) > standing:
+            position -= 1
+        self.running.insert(position, seq)
+
+    def _use_leftover(self, slices: list[ScheduledSlice], budget: int) -> None:
+        """Tokens that nobody else took make chunks longer, as far as pages allow."""
+        for index, one in enumerate(slices):
+            rest = one.seq.num_tokens_to_compute - one.num_tokens
+            extra = min(rest, budget)
+            if extra > 0 and self.kv.grow(
+                one.seq.page_table, one.start + one.num_tokens + extra, one.start
+            ):
+                slices[index] = _slice(one.seq, one.num_tokens + extra)
+                budget -= extra
+
+    def update(self, plan: StepPlan, sampled: SampledTokens) -> StepResult:
+        """Takes in a step's result: progress, pages for others to find, and the sampled tokens.
 
         Returns:
-            The sequences that got a token, in plan order; the engine decides whether each of them
-            ends.
+            Which sequences got a token (the engine decides whether each of them ends) and which
+            failed (the engine ends them).
         """
-        advanced = []
+        result = StepResult([], [])
         row = 0
-        for one in plan.slices:
-            one.seq.num_computed_tokens += one.num_tokens
+        for index, one in enumerate(plan.slices):
+            seq, first_row = one.seq, row
+            row += one.num_samples
+            seq.num_iterations += 1
+            if not sampled.finite[index]:
+                result.failed.append(seq)
+                continue
+            seq.num_computed_tokens += one.num_tokens
+            self.kv.record(
+                seq.page_table, seq.token_ids, seq.num_computed_tokens, seq.request.priority
+            )
             if one.num_samples:
-                for m in range(sampled.num_tokens[row]):
-                    one.seq.append(int(sampled.token_ids[row, m]), float(sampled.logprobs[row, m]))
-                advanced.append(one.seq)
-                row += 1
-        return advanced
+                _take_row(seq, sampled, first_row)
+                result.advanced.append(seq)
+        self.counters.observe(plan)
+        return result
 
-    def finish(self, seq: Sequence) -> None:
-        """Ends a waiting or running sequence and returns its pages at once."""
-        if seq.status is Status.RUNNING:
+    def observe_step(self, plan: StepPlan, seconds: float) -> None:
+        """Learns from how long a step took."""
+        self.chunk_sizes.observe(plan, seconds)
+
+    # Starting over
+
+    def change_weights(self) -> None:
+        """Makes sure that nothing computed by the weights so far is used again: all pages are given
+        up, and every sequence computes its tokens again.
+        """
+        for seq in reversed(list(self.running)):
             self.running.remove(seq)
-            self.kv.free(seq.page_table)
-        elif seq.status is not Status.FINISHED:
-            self.waiting.remove(seq)
-        seq.status = Status.FINISHED
+            self.parked.give_up_pages(seq)
+            seq.status = Status.PREEMPTED
+            self.waiting.push(seq)
+        for seq in chain(self.waiting, self.held):
+            self.parked.give_up_pages(seq)
+        self.kv.clear_cache()
+        self._weights_version += 1
 
     def restart(self, seqs: Iterable[Sequence]) -> None:
-        """Starts over from these sequences, oldest first: empty pages, all of them waiting.
+        """Starts over from these sequences: empty pages, all of them waiting but those held.
 
         For after a step that was cut short, when queues and pages may be in any state.
         """
         self.kv.reset()
-        self.running = []
-        self.waiting = deque(sorted(seqs, key=lambda seq: seq.arrival))
-        for seq in self.waiting:
+        self.running, self.held = [], []
+        self.parked.clear()
+        self.waiting = WaitingQueue(self.policy)
+        for seq in seqs:
             seq.page_table = self.kv.new_table()
             seq.num_computed_tokens = 0
+            seq.host_pages = None
+            if seq.status is Status.HELD:
+                self.held.append(seq)
+                continue
             if seq.status is not Status.WAITING:
                 seq.status = Status.PREEMPTED
+            self.waiting.push(seq)
 
     def check_invariants(self) -> None:
         """Raises AssertionError when a queue or the pages are not as the module says."""
-        for queue in (self.running, self.waiting):
-            arrivals = [seq.arrival for seq in queue]
-            assert arrivals == sorted(set(arrivals)), f"not in arrival order: {arrivals}"
         assert len(self.running) <= self.buckets.max_num_seqs
-        for seq in self.running:
-            assert seq.status is Status.RUNNING
-            assert seq.num_computed_tokens <= seq.page_table.num_slots, (
-                "computed tokens without a page"
-            )
-            assert seq.num_tokens_to_compute >= 1
-            assert seq.num_tokens_to_compute == 1 or seq is self.running[-1], (
-                "a chunk before the last"
-            )
-        for seq in self.waiting:
-            assert seq.status in (Status.WAITING, Status.PREEMPTED)
-            assert len(seq.page_table) == 0, "a waiting sequence owns pages"
-            assert seq.num_computed_tokens == 0
-        self.kv.check_invariants([seq.page_table for seq in self.running])
+        check_queues(
+            running=self.running,
+            waiting=self.waiting,
+            held=self.held,
+            parked=self.parked,
+            kv=self.kv,
+        )
 
 
 def _slice(seq: Sequence, num_tokens: int) -> ScheduledSlice:
     reaches_end = num_tokens == seq.num_tokens_to_compute
-    return ScheduledSlice(
-        seq=seq, start=seq.num_computed_tokens, num_tokens=num_tokens, num_samples=int(reaches_end)
-    )
+    return ScheduledSlice(seq, seq.num_computed_tokens, num_tokens, int(reaches_end))
+
+
+def _take_row(seq: Sequence, sampled: SampledTokens, row: int) -> None:
+    if seq.wants_candidates:
+        assert sampled.candidate_ids is not None
+        assert sampled.candidate_logprobs is not None
+        seq.candidates = Candidates(sampled.candidate_ids[row], sampled.candidate_logprobs[row])
+        return
+    for m in range(sampled.num_tokens[row]):
+        seq.append(int(sampled.token_ids[row, m]), float(sampled.logprobs[row, m]))

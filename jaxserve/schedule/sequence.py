@@ -9,17 +9,49 @@ decode phase: one number, `num_computed_tokens`, says how far the KV pages reach
 """
 
 import enum
+from array import array
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
 
 from jaxserve.pages.page_table import PageTable
-from jaxserve.request import Request
+from jaxserve.pages.tiers import HostPages
+from jaxserve.request import CacheSalt, Request
 
 
 class Status(enum.Enum):
-    WAITING = "waiting"
+    WAITING = "waiting"  # never admitted yet; a fork may own pages meanwhile
     RUNNING = "running"
-    PREEMPTED = "preempted"  # waiting again, its pages given up
+    PREEMPTED = "preempted"  # waiting again
+    HELD = "held"  # neither runs nor waits, keeps its pages while they are not needed
     FINISHED = "finished"
+
+
+class Namespace(NamedTuple):
+    """What two sequences must have in common before one may use pages that the other computed.
+
+    Args:
+        weights_version: counts changes of the weights.
+        cache_salt: kind-tagged, from the request.
+        adapter: None; there are no adapters yet.
+    """
+
+    weights_version: int
+    cache_salt: CacheSalt | str | None
+    adapter: str | None
+
+
+class Candidates(NamedTuple):
+    """The likeliest next tokens of a sequence, best first.
+
+    Args:
+        token_ids: i32[K].
+        logprobs: f32[K], natural logs under the raw logits.
+    """
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
 
 
 @dataclass(kw_only=True, eq=False)
@@ -29,30 +61,35 @@ class Sequence:
     Args:
         request: what was asked; its sampling params are read at every step.
         prompt_token_ids: its prompt, copied: the caller may go on to change the list it gave.
-        arrival: position in arrival order; a smaller number is older and is never made to wait for
-            a younger one.
+        order: (arrival, branch): a smaller one is older. Forks of one request share its arrival.
         seed: 64 bits from which every draw of this sequence comes.
         max_tokens: output budget after clamping to the context and to the pool.
         stop_ids: ids that end it: the end set (unless ignore_eos) and the request's stop_token_ids.
-        page_table: its pages, empty while it waits.
+        page_table: its pages.
+        wants_candidates: it is a beam: steps fill `candidates`, and whoever chooses appends.
     """
 
     request: Request
     prompt_token_ids: tuple[int, ...]
-    arrival: int
+    order: tuple[int, int]
     seed: int
     max_tokens: int
     stop_ids: frozenset[int]
     page_table: PageTable
-    token_ids: list[int] = field(init=False)
+    wants_candidates: bool = False
+    token_ids: array = field(init=False)  # i32[prompt + output]
     logprobs: list[float] = field(init=False, default_factory=list)
+    candidates: Candidates | None = field(init=False, default=None)
     num_computed_tokens: int = field(init=False, default=0)
     num_cached_tokens: int = field(init=False, default=0)
     num_preemptions: int = field(init=False, default=0)
+    num_iterations: int = field(init=False, default=0)  # steps that computed some of it
+    num_steps_waited_for_prefix: int = field(init=False, default=0)
+    host_pages: HostPages | None = field(init=False, default=None)
     status: Status = field(init=False, default=Status.WAITING)
 
     def __post_init__(self) -> None:
-        self.token_ids = list(self.prompt_token_ids)
+        self.token_ids = array("i", self.prompt_token_ids)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -60,22 +97,35 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
-        return len(self.token_ids) - self.num_prompt_tokens
+        return len(self.token_ids) - len(self.prompt_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[len(self.prompt_token_ids) :].tolist()
 
     @property
     def num_tokens_to_compute(self) -> int:
-        """At least 1 while the sequence lives: its last token's KV is never computed yet."""
+        """At least 1 while the sequence waits or runs: its last token's KV is never computed yet.
+        0 only for a beam that has its candidates and waits for the choice.
+        """
         return len(self.token_ids) - self.num_computed_tokens
 
+    @property
+    def max_num_tokens(self) -> int:
+        """The most tokens it can ever have computed: the last one sampled is not."""
+        return len(self.prompt_token_ids) + self.max_tokens - 1
+
     def append(self, token_id: int, logprob: float) -> None:
-        """Takes a sampled token."""
+        """Takes a sampled, or chosen, token."""
         self.token_ids.append(token_id)
         self.logprobs.append(logprob)
+        self.candidates = None
 
     def rewind(self, num_output_tokens: int) -> None:
         """Drops the tokens sampled after the first `num_output_tokens`; they will be sampled again."""
         del self.token_ids[self.num_prompt_tokens + num_output_tokens :]
         del self.logprobs[num_output_tokens:]
+        self.candidates = None
 
     def ending(self) -> tuple[str, int | None] | None:
         """(finish_reason, stop token id) if the last token ends the sequence, else None.

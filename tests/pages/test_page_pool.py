@@ -41,7 +41,7 @@ def test_a_page_without_owner_is_refused(use):
 def test_a_leak_is_found():
     kv = KVManager(num_pages=5, page_size=4, max_model_len=16)
     table = kv.new_table()
-    assert kv.grow(table, 9)
+    assert kv.grow(table, 9, write_from=0)
     table.clear()  # pages dropped without going back to the pool
     with pytest.raises(AssertionError, match="ref_count 1, owners 0"):
         kv.check_invariants([])
@@ -54,21 +54,24 @@ def test_a_page_twice_in_the_free_list_is_found():
         pool.check_invariants()
 
 
-def test_table_row_shows_the_null_page_beyond_its_pages():
-    table = PageTable(max_pages=4, page_size=8)
+def test_a_table_grows_up_to_its_limit():
+    table = PageTable(max_pages=20, page_size=8)
     table.append([7, 3])
-    assert table.row.tolist() == [7, 3, 0, 0]
+    assert table.row.tolist() == [7, 3]
     assert table.num_slots == 16
     assert [table.num_missing(n) for n in (0, 16, 17, 32)] == [0, 0, 1, 2]
-    with pytest.raises(ValueError, match="5 pages pass the row's limit of 4"):
-        table.append([1, 2, 4])
-    assert table.clear() == [7, 3]
-    assert table.row.tolist() == [0, 0, 0, 0]
+    table.append(list(range(8, 26)))
+    assert len(table) == 20
+    assert table.page_ids == [7, 3, *range(8, 26)]
+    with pytest.raises(ValueError, match="21 pages pass the row's limit of 20"):
+        table.append([1])
+    assert table.clear() == [7, 3, *range(8, 26)]
+    assert table.row.tolist() == []
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40)), max_size=60))
 def test_random_growth_and_freeing_keeps_every_page(operations):
-    kv = KVManager(num_pages=12, page_size=4, max_model_len=40)
+    kv = KVManager(num_pages=12, page_size=4, max_model_len=40, enable_prefix_caching=False)
     tables = [kv.new_table() for _ in range(4)]
     for which, num_tokens in operations:
         table = tables[which]
@@ -77,7 +80,7 @@ def test_random_growth_and_freeing_keeps_every_page(operations):
             assert len(table) == 0
         else:
             missing, free = table.num_missing(num_tokens), kv.pool.num_free
-            grown = kv.grow(table, num_tokens)
+            grown = kv.grow(table, num_tokens, write_from=0)
             assert grown == (missing <= free)
             assert kv.pool.num_free == free - missing * grown
         kv.check_invariants(tables)

@@ -11,9 +11,9 @@ from jaxserve.schedule.buckets import Bucket, Buckets, ladder
 from tests.fakes import drain, expected_tokens, make_engine
 
 
-def request(name: str, prompt: list[int], max_tokens: int) -> Request:
+def request(name: str, prompt: list[int], max_tokens: int, **fields) -> Request:
     params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
-    return Request(id=name, prompt_token_ids=prompt, sampling_params=params)
+    return Request(id=name, prompt_token_ids=prompt, sampling_params=params, **fields)
 
 
 def token_ids(parts: list) -> list[int]:
@@ -21,33 +21,57 @@ def token_ids(parts: list) -> list[int]:
 
 
 requests = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 20)), min_size=1, max_size=10)
+POLICIES = {
+    "admission": st.sampled_from(["fcfs", "priority", "lpm", "short_first"]),
+    "preemption_mode": st.sampled_from(["auto", "recompute", "swap"]),
+    "enable_prefix_caching": st.booleans(),
+    "eviction": st.sampled_from(["lru", "lfu", "fifo", "priority"]),
+    "scheduling": st.sampled_from(["continuous", "continuous", "static"]),
+    "max_num_partial_prefills": st.sampled_from([None, 1, 3]),
+    "long_prefill_token_threshold": st.sampled_from([None, 1, 5]),
+    "target_itl_s": st.sampled_from([None, None, 1e-9]),
+}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     sizes=requests,
     page_size=st.sampled_from([4, 8, 16]),
     spare_pages=st.integers(0, 20),
+    num_host_pages=st.sampled_from([1, 5, 40]),
     max_num_seqs=st.integers(1, 6),
     budget=st.integers(1, 40),
-    scheduling=st.sampled_from(["continuous", "static"]),
+    num_common_tokens=st.sampled_from([0, 3, 8, 30]),
     arrivals=st.lists(st.integers(0, 3), min_size=10, max_size=10),
+    options=st.fixed_dictionaries(POLICIES),
 )
 def test_outputs_do_not_depend_on_scheduling(
-    sizes, page_size, spare_pages, max_num_seqs, budget, scheduling, arrivals
+    sizes,
+    page_size,
+    spare_pages,
+    num_host_pages,
+    max_num_seqs,
+    budget,
+    num_common_tokens,
+    arrivals,
+    options,
 ):
     largest = max(-(-(prompt + out) // page_size) for prompt, out in sizes)
     engine = make_engine(
         num_pages=1 + largest + spare_pages,
         page_size=page_size,
+        num_host_pages=num_host_pages,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
-        scheduling=scheduling,
+        **options,
     )
-    prompts = [[(7 * i + j) % 1000 for j in range(n)] for i, (n, _) in enumerate(sizes)]
+    common = [(11 * j) % 1000 for j in range(num_common_tokens)]
+    prompts = [
+        (common + [(7 * i + j) % 1000 for j in range(n)])[:n] for i, (n, _) in enumerate(sizes)
+    ]
     parts: dict[str, list] = {}
     for i, (prompt, (_, out)) in enumerate(zip(prompts, sizes, strict=True)):
-        engine.add(request(str(i), prompt, out))
+        engine.add(request(str(i), prompt, out, priority=i % 3))
         engine.check_invariants()
         for _ in range(arrivals[i]):
             for output in engine.step():
@@ -58,7 +82,12 @@ def test_outputs_do_not_depend_on_scheduling(
     for i, (prompt, (_, out)) in enumerate(zip(prompts, sizes, strict=True)):
         assert token_ids(parts[str(i)]) == expected_tokens(prompt, out)
         assert parts[str(i)][-1].outputs[0].finish_reason == "length"
-    assert engine.stats().num_free_pages == engine.stats().num_pages - 1
+        assert parts[str(i)][-1].num_cached_tokens < len(prompt)
+    kv = engine.scheduler.kv
+    assert kv.num_available_pages == kv.pool.num_usable
+    assert kv.host.num_free == num_host_pages
+    kv.clear_cache()
+    assert kv.pool.num_free == kv.pool.num_usable
 
 
 @settings(max_examples=60, deadline=None)
@@ -97,7 +126,7 @@ def test_random_adds_steps_and_aborts_lose_no_page(operations):
         if name not in aborted:
             ids = token_ids(parts[name])
             assert ids == expected_tokens(prompt, len(ids))
-    assert engine.stats().num_free_pages == 11
+    assert engine.scheduler.kv.num_available_pages == 11
 
 
 def test_preemption_takes_the_newest_and_changes_nothing():
@@ -122,7 +151,7 @@ def test_the_oldest_is_never_preempted():
         oldest = engine.scheduler.running[0] if engine.scheduler.running else None
         order += [o.request_id for o in engine.step() if o.finished]
         if oldest is not None:
-            assert oldest.num_preemptions == 0 or oldest.arrival > 0
+            assert oldest.num_preemptions == 0 or oldest.order > (0, 0)
     assert order == ["0", "1", "2", "3"]
 
 

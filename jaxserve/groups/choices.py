@@ -1,0 +1,281 @@
+"""`ChoiceGroup`: a request that samples, with one sequence per choice.
+
+Choice 0 computes the prompt. When its first token is there the others are forked from it and share
+the prompt's pages; each computes the prompt's last token again (into its own copy of that page) and
+draws from a seed of its own.
+
+    choice 0   waiting -> running ------------- first token --> ...
+    choice i   not known to the scheduler yet        \\-> forked: waiting -> running --> ...
+
+Invariant: until then exactly one choice that has not ended is known to the scheduler, the first
+such one ("the leader"); afterwards all of them are.
+"""
+
+from array import array
+from collections.abc import Sequence as Several
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from jaxserve.errors import InvalidRequestError
+from jaxserve.groups.group import NON_FINITE, Group
+from jaxserve.groups.outbox import Outbox
+from jaxserve.request import CompletionOutput, Request
+from jaxserve.sampling_params import require_within
+from jaxserve.schedule.scheduler import Scheduler
+from jaxserve.schedule.sequence import Sequence, Status
+from jaxserve.text.watcher import Observation, TokenWatcher
+
+HELD_AFTER = ("stop", "length")  # these leave pages that a fork can use
+
+
+class Progress(NamedTuple):
+    """Output tokens that the watcher has seen, how many of them were made ready for the caller, and
+    how it ended if it has."""
+
+    num_observed: int = 0
+    num_released: int = 0
+    finish_reason: str | None = None
+
+
+@dataclass(kw_only=True, eq=False)
+class Choice:
+    """One of a request's outputs and how much of it has been released.
+
+    Args:
+        index: which one.
+        seq: its sequence.
+        watcher: turns its ids into text and may end it; None = ids only.
+        progress: how far the watcher and the caller are.
+        num_shown: how often the watcher was asked. More than progress.num_observed once that was
+            cut short: such a watcher cannot be trusted any more.
+    """
+
+    index: int
+    seq: Sequence
+    watcher: TokenWatcher | None
+    progress: Progress = field(default=Progress())
+    num_shown: int = 0
+
+    @property
+    def has_ended(self) -> bool:
+        return self.progress.finish_reason is not None
+
+    def observe(self) -> Observation:
+        """Shows the last token to the watcher."""
+        if self.watcher is None:
+            return Observation(text="", num_tokens=1, stop_reason=None, stopped=False)
+        self.num_shown += 1
+        return self.watcher.observe([self.seq.token_ids[-1]])
+
+    def flush(self) -> Observation | None:
+        """What the watcher still holds; it is not asked again."""
+        if self.watcher is None:
+            return None
+        self.num_shown += 1
+        return self.watcher.flush()
+
+    def completion(
+        self, seen: Several[Observation], reason: str | None, stop_reason: str | int | None
+    ) -> CompletionOutput:
+        """What these observations release, behind what was released before."""
+        seq = self.seq
+        begin = self.progress.num_released
+        end = begin + sum(one.num_tokens for one in seen)
+        first = seq.num_prompt_tokens
+        wants_logprobs = seq.request.sampling_params.wants_logprobs
+        return CompletionOutput(
+            index=self.index,
+            text="".join(one.text for one in seen),
+            token_ids=seq.token_ids[first + begin : first + end].tolist(),
+            logprobs=seq.logprobs[begin:end] if wants_logprobs else None,
+            finish_reason=reason,
+            stop_reason=stop_reason,
+        )
+
+
+class ChoiceGroup(Group):
+    """A request in flight that samples.
+
+    Args:
+        seqs: one per choice, in order; `order[1]` of each is its index.
+        watchers: one per choice, or none at all.
+        scheduler: runs the sequences.
+        outbox: takes what they release.
+    """
+
+    def __init__(
+        self,
+        seqs: Several[Sequence],
+        watchers: Several[TokenWatcher | None],
+        *,
+        scheduler: Scheduler,
+        outbox: Outbox,
+    ):
+        super().__init__(seqs[0], scheduler)
+        self.outbox = outbox
+        self.choices = [
+            Choice(index=index, seq=seq, watcher=watcher)
+            for index, (seq, watcher) in enumerate(zip(seqs, watchers, strict=True))
+        ]
+        self.has_spread = len(self.choices) == 1
+
+    @property
+    def has_ended(self) -> bool:
+        return all(choice.has_ended for choice in self.choices)
+
+    @property
+    def held(self) -> list[Sequence]:
+        if not self.request.hold:
+            return []
+        return [c.seq for c in self.choices if c.progress.finish_reason in HELD_AFTER]
+
+    def start(self, parent: Sequence | None, num_tokens: int) -> None:
+        if self.first.max_tokens == 0:
+            for choice in self.choices:
+                choice.progress = Progress(finish_reason="length")
+            self.outbox.ready[self] = (
+                self,
+                tuple(choice.completion([], "length", None) for choice in self.choices),
+            )
+        elif parent is None:
+            self.scheduler.add(self.first)
+        else:
+            self.scheduler.fork(parent, self.first, num_tokens)
+
+    def advance(self, seqs: Several[Sequence]) -> None:
+        for seq in seqs:
+            if not self.has_spread:
+                self._spread(seq)
+            self._take_token(self.choices[seq.order[1]])
+
+    def _spread(self, leader: Sequence) -> None:
+        """Gives the other choices what was computed of the prompt."""
+        self.has_spread = True  # first: if the forks are cut short, all of them start over
+        for choice in self._going_on():
+            if choice.seq is not leader:
+                self.scheduler.fork(leader, choice.seq, leader.num_prompt_tokens)
+
+    def _take_token(self, choice: Choice) -> None:
+        """Looks at the token a choice just got: ends it, makes ready what may be handed out."""
+        ending = choice.seq.ending()
+        seen = choice.observe()
+        if seen.stopped:
+            output = choice.completion([seen], "stop", seen.stop_reason)
+        elif ending is not None:
+            output = self._last(choice, *ending, seen)
+        else:
+            output = choice.completion([seen], None, None)
+        self._commit(choice, output, num_observed=1)
+        if output.finish_reason is not None:
+            if self.request.hold:
+                self.scheduler.hold(choice.seq)
+            else:
+                self.scheduler.finish(choice.seq)
+
+    def _last(
+        self, choice: Choice, reason: str, stop_reason: str | int | None, *seen: Observation
+    ) -> CompletionOutput:
+        """The output that ends a choice, with what its watcher still holds."""
+        rest = choice.flush()
+        if rest is None:
+            return choice.completion(seen, reason, stop_reason)
+        if rest.stopped:  # the very last characters, held until now, complete a stop string
+            reason, stop_reason = "stop", rest.stop_reason
+        return choice.completion([*seen, rest], reason, stop_reason)
+
+    def _commit(self, choice: Choice, output: CompletionOutput, *, num_observed: int) -> None:
+        """Makes an output ready and records that it is."""
+        before = choice.progress
+        progress = Progress(
+            before.num_observed + num_observed,
+            before.num_released + len(output.token_ids),
+            output.finish_reason,
+        )
+        if output.token_ids or output.text or output.finish_reason is not None:
+            news = (self, (output,))
+            # Two stores and no call in one statement: no interrupt can come between them.
+            self.outbox.ready[choice], choice.progress = news, progress
+        else:
+            choice.progress = progress
+
+    def fail(self, seq: Sequence) -> None:
+        # Before the first token all choices depend on the one that computes the prompt.
+        lost = [self.choices[seq.order[1]]] if self.has_spread else self._going_on()
+        for choice in lost:
+            self._commit(choice, self._last(choice, "error", NON_FINITE), num_observed=0)
+        self.scheduler.finish(seq)
+
+    def check_index(self, index: object) -> None:
+        require_within("index", index, 0, len(self.choices) - 1)
+
+    def abort(self, index: int | None) -> None:
+        if index is not None:
+            self._abort(self.choices[index])
+            return
+        for choice in reversed(self.choices):  # the leader last: it need not hand over
+            self._abort(choice)
+
+    def _abort(self, choice: Choice) -> None:
+        if choice.has_ended:
+            return
+        leader, *others = self._going_on()
+        is_known = self.has_spread or choice is leader
+        if is_known and not self.has_spread and others:
+            self.scheduler.fork(leader.seq, others[0].seq, leader.seq.num_prompt_tokens)
+        self._commit(choice, self._last(choice, "abort", None), num_observed=0)
+        if is_known:
+            self.scheduler.finish(choice.seq)
+
+    def rewind(self) -> list[Sequence]:
+        for choice in self._going_on():
+            if choice.num_shown > choice.progress.num_observed:
+                self._commit(choice, choice.completion([], "abort", None), num_observed=0)
+            choice.seq.rewind(choice.progress.num_observed)
+        for seq in self.held:
+            seq.status = Status.HELD  # it was, or was about to be
+        known = self._going_on() if self.has_spread else self._going_on()[:1]
+        return [*self.held, *(choice.seq for choice in known)]
+
+    def branch_point(self, index: int) -> tuple[Sequence, array]:
+        self.check_index(index)
+        choice = self.choices[index]
+        seq = choice.seq
+        if not choice.has_ended:
+            if not self.has_spread:
+                return self._going_on()[0].seq, seq.token_ids
+            return seq, seq.token_ids
+        if seq not in self.held:
+            raise InvalidRequestError(
+                f"choice {index} of request {self.request.id!r} has ended "
+                f"({choice.progress.finish_reason}) and is not held",
+                param="index",
+            )
+        return seq, seq.token_ids[: seq.num_prompt_tokens + choice.progress.num_released]
+
+    def _going_on(self) -> list[Choice]:
+        return [choice for choice in self.choices if not choice.has_ended]
+
+
+def one_watcher_per_choice(
+    watcher: TokenWatcher | Several[TokenWatcher] | None, request: Request
+) -> list[TokenWatcher] | list[None]:
+    """The watchers of a request's choices; None for each when there is none.
+
+    Raises:
+        InvalidRequestError: stop strings without a watcher to find them.
+        ValueError: another number of them than there are choices.
+    """
+    num_choices = request.sampling_params.n
+    if watcher is None:
+        if request.sampling_params.stop:
+            raise InvalidRequestError(
+                "stop strings need a tokenizer; without one use stop_token_ids", param="stop"
+            )
+        return [None] * num_choices
+    watchers = list(watcher) if isinstance(watcher, Several) else [watcher]
+    if len(watchers) != num_choices:
+        raise ValueError(
+            f"watcher: request {request.id!r} has n = {num_choices} choices and needs a watcher for "
+            f"each, got {len(watchers)}"
+        )
+    return watchers
