@@ -24,8 +24,9 @@ from jaxserve.groups.limits import Limits
 from jaxserve.groups.outbox import Outbox, count_tokens
 from jaxserve.request import Request, RequestOutput, as_token_ids
 from jaxserve.sampling_params import SamplingParams, require_within
-from jaxserve.schedule.batch import SampledTokens, build_batch
-from jaxserve.schedule.plan import StepPlan
+from jaxserve.schedule.batch import build_batch
+from jaxserve.schedule.observer import StepObserver, StepRecord
+from jaxserve.schedule.plan import StepPlan, StepResult
 from jaxserve.schedule.scheduler import Scheduler
 from jaxserve.schedule.sequence import Sequence
 from jaxserve.schedule.stats import scheduler_stats
@@ -65,6 +66,7 @@ class Engine:
         self.max_model_len = max_model_len
         self.eos_token_ids = frozenset(eos_token_ids)
         self.clock = clock
+        self.observers: list[StepObserver] = []  # look on at every step
         self._seed = seed
         self._groups: dict[str, Group] = {}
         self._held_groups: dict[str, Group] = {}  # ended, their pages kept for `fork`
@@ -257,6 +259,8 @@ class Engine:
             self.executor.update_params(params)
             self.scheduler.change_weights()
             self._in_change = False
+            for observer in self.observers:
+                observer.weights_changed()
 
     def has_request(self, request_id: str) -> bool:
         """Whether a request is in flight, or its output has not been handed out yet."""
@@ -281,25 +285,27 @@ class Engine:
             self._in_change = True
             plan = self.scheduler.schedule()
             if plan is not None:
-                sampled, seconds = self._run(plan)
-                self._take_in(plan, sampled)
-                self.scheduler.observe_step(plan, seconds)
+                self._run(plan)
             outputs = self._outbox.gather()
             num_output_tokens = self._num_output_tokens + count_tokens(outputs)
             self._outbox.remove()
             self._in_change, self._num_output_tokens = False, num_output_tokens
         return outputs
 
-    def _run(self, plan: StepPlan) -> tuple[SampledTokens, float]:
-        """Runs a step; returns what it sampled and how many seconds it took."""
+    def _run(self, plan: StepPlan) -> None:
+        """Runs a step and hands each request what its sequences got."""
         started = self.clock()
         batch = build_batch(plan, self.scheduler.buckets, self.scheduler.kv.max_pages_per_seq)
         sampled = self.executor.submit(batch).result()
-        return sampled, self.clock() - started
+        seconds = self.clock() - started
+        result = self.scheduler.update(plan, sampled)
+        self._take_in(result)
+        self.scheduler.observe_step(plan, seconds)
+        for observer in self.observers:
+            observer.step_done(StepRecord(plan, batch, sampled, result, seconds))
 
-    def _take_in(self, plan: StepPlan, sampled: SampledTokens) -> None:
-        """Hands each request what its sequences got."""
-        advanced, failed = self.scheduler.update(plan, sampled)
+    def _take_in(self, result: StepResult) -> None:
+        advanced, failed = result
         for seq in failed:
             self._groups[seq.request.id].fail(seq)
         by_request: dict[str, list[Sequence]] = {}

@@ -4,8 +4,9 @@ from collections import Counter
 from itertools import chain
 from typing import Any
 
+from jaxserve.schedule.plan import StepPlan
 from jaxserve.schedule.scheduler import Scheduler
-from jaxserve.stats import BucketStats
+from jaxserve.stats import BucketStats, StepStats
 
 _TOTALS = (
     "num_queried_tokens",
@@ -44,11 +45,29 @@ def scheduler_stats(scheduler: Scheduler) -> dict[str, Any]:
         "num_scheduled_tokens": counters.num_tokens,
         "num_padding_tokens": sum(use.num_padding_tokens for use in by_bucket.values()),
         "by_bucket": by_bucket,
+        "last_step": None if counters.last_plan is None else step_stats(counters.last_plan),
         "page_size": kv.page_size,
         "max_num_seqs": scheduler.buckets.max_num_seqs,
         "max_num_batched_tokens": scheduler.buckets.max_num_batched_tokens,
         **{name: getattr(counters, name) for name in _TOTALS},
     }
+
+
+def step_stats(plan: StepPlan) -> StepStats:
+    """What a step was made of."""
+    num_decode_tokens = sum(one.num_tokens == 1 for one in plan.slices)
+    return StepStats(
+        num_seqs=len(plan.slices),
+        num_decode_tokens=num_decode_tokens,
+        num_chunk_tokens=plan.num_tokens - num_decode_tokens,
+        num_padding_tokens=plan.num_padding_tokens,
+        num_rows=sum(one.num_samples for one in plan.slices),
+        bucket_num_tokens=plan.bucket.num_tokens,
+        bucket_num_rows=plan.bucket.num_rows,
+        num_moves_out=len(plan.moves_out),
+        num_copies=len(plan.copies),
+        num_moves_in=len(plan.moves_in),
+    )
 
 
 def num_kv_tokens(scheduler: Scheduler) -> int:
