@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +14,13 @@ from jaxserve.errors import InvalidRequestError
 from jaxserve.llm import LLM
 from jaxserve.request import Request, merge_outputs
 from jaxserve.sampling_params import BeamParams, SamplingParams
+from jaxserve.schedule.preemption import PreemptionMode
 from tests import checkpoints
+from tests.e2e.test_memory import PLAIN, PRESSED
 from tests.llms import greedy, shared_llm, stream_all
 from tests.text.tokenizers_for_tests import byte_level
 
-PAGE_4 = {"page_size": 4, "max_num_seqs": 8}
-PRESSED = {**PAGE_4, "num_pages": 24}
+PAGE_4 = {"page_size": 4, "max_num_seqs": 8}  # as in tests/cli/test_scheduling_docs.py
 PROMPTS = [[(7 * i + 3 * length) % 512 for i in range(length)] for length in (5, 8, 11)]
 ORACLE = json.loads((Path(__file__).parent.parent / "oracles" / "beams.json").read_text("utf-8"))
 
@@ -85,45 +87,59 @@ def test_c13_aborting_a_choice_leaves_the_others(num_steps):
     assert llm.engine.stats().num_owned_pages == 0
 
 
-def test_c12_choices_are_not_changed_by_preemption_and_counted_once():
-    """Fewer pages than two of the four requests need, with every way to give them up."""
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_c12_choices_are_not_changed_by_preemption_and_counted_once(mode, monkeypatch):
+    """Fewer pages than the sequences that run at once need, and both ways to give them up."""
     prompts = [[40 * i + j for j in range(8)] for i in range(4)]
-    params = drawn(n=2, max_tokens=24)
+    params = drawn(n=2, max_tokens=40)
     expected = shared_llm(**PAGE_4).generate(prompts, params)
-    for host in ({}, {"host_kv_gib": 0.001, "preemption_mode": "swap"}):
-        llm = shared_llm(page_size=4, max_num_seqs=8, num_pages=12, **host)
-        before = llm.engine.stats()
-        outputs = llm.generate(prompts, params)
-        after = llm.engine.stats()
-        assert after.num_preemptions - before.num_preemptions >= 2
-        assert (after.num_swaps > before.num_swaps) == bool(host)
-        assert after.num_output_tokens - before.num_output_tokens == 4 * 2 * 24
-        for output, other in zip(outputs, expected, strict=True):
-            assert output.num_prompt_tokens == 8
-            for found, wanted in zip(output.outputs, other.outputs, strict=True):
-                assert_same(found, wanted)
+    llm = shared_llm(**PRESSED)
+    monkeypatch.setattr(llm.engine.scheduler, "preemption", PreemptionMode(mode, None))
+    before = llm.engine.stats()
+    outputs = llm.generate(prompts, params)
+    after = llm.engine.stats()
+    assert after.num_preemptions - before.num_preemptions >= 2
+    assert (after.num_swaps > before.num_swaps) == (mode == "swap")
+    assert after.num_output_tokens - before.num_output_tokens == 4 * 2 * 40
+    for output, other in zip(outputs, expected, strict=True):
+        assert output.num_prompt_tokens == 8
+        for found, wanted in zip(output.outputs, other.outputs, strict=True):
+            assert_same(found, wanted)
 
 
 @pytest.fixture(scope="module")
-def llm_with_an_end(tmp_path_factory) -> LLM:
-    """After any token: the end with p = .5, else one of the capital letters."""
+def bigram(tmp_path_factory) -> LLM:
+    """After most tokens: the end with p = .5, else one of the capital letters. But start 2: p(3) =
+    e^-1, p(4) = e^-.75; 3 -> end e^-1; 4 -> 5 -> 6 -> 7 -> 8 -> end e^-.75 each; the rest is spread
+    over 64 ids.
+    """
     tokenizer = byte_level()
-    end = tokenizer.token_to_id("<|endoftext|>")
+    end, vocab_size = tokenizer.token_to_id("<|endoftext|>"), tokenizer.get_vocab_size()
     letters = [tokenizer.token_to_id(chr(code)) for code in range(ord("A"), ord("Z") + 1)]
-    row = {end: 20 + math.log(0.5)} | {i: 20 + math.log(0.5 / 26) for i in letters}
+
+    def row(likely: dict[int, float], others: Sequence[int]) -> np.ndarray:
+        logits = np.full(vocab_size, -30.0)
+        rest = 1 - sum(math.exp(x) for x in likely.values())
+        logits[others] = math.log(rest / len(others))
+        for token, logprob in likely.items():
+            logits[token] = logprob
+        return logits
+
+    likely = {2: {3: -1.0, 4: -0.75}, 3: {end: -1.0}}
+    likely |= {a: {b: -0.75} for a, b in itertools.pairwise([4, 5, 6, 7, 8, end])}
     folder = checkpoints.make_bigram(
         tmp_path_factory.mktemp("bigram"),
-        {},
-        vocab_size=tokenizer.get_vocab_size(),
-        default=row,
+        {token: row(following, range(100, 164)) for token, following in likely.items()},
+        vocab_size=vocab_size,
+        default=dict(enumerate(row({end: math.log(0.5)}, letters).tolist())),
         tokenizer_json=tokenizer.to_str(),
         generation_config={"eos_token_id": end},
     )
     return shared_llm(folder)
 
 
-def test_c24_choices_have_lengths_texts_and_ends_of_their_own(llm_with_an_end):
-    llm = llm_with_an_end
+def test_c24_choices_have_lengths_texts_and_ends_of_their_own(bigram):
+    llm = bigram
     params = SamplingParams(n=4, seed=5, max_tokens=40, stop=["Q"])
     first, second = (llm.generate(["ab"], params)[0] for _ in range(2))
     assert first.outputs == second.outputs
@@ -140,33 +156,13 @@ def test_c24_choices_have_lengths_texts_and_ends_of_their_own(llm_with_an_end):
     assert len(equal) == 4
 
 
-def test_c25_scores_divide_by_the_generated_length(tmp_path):
-    """Start 2: p(3) = e^-1, p(4) = e^-.75; 3 -> end e^-1; 4 -> 5 -> 6 -> 7 -> 8 -> end e^-.75 each;
-    the rest is spread over 64 ids."""
-    end, vocab_size = 1, 80
-
-    def row(likely: dict[int, float]) -> np.ndarray:
-        logits = np.full(vocab_size, -30.0)
-        rest = 1 - sum(math.exp(x) for x in likely.values())
-        logits[10:74] = math.log(rest / 64)
-        for token, logprob in likely.items():
-            logits[token] = logprob
-        return logits
-
+def test_c25_scores_divide_by_the_generated_length(bigram):
+    end = bigram.tokenizer.encode("<|endoftext|>")[0]
     chain = [4, 5, 6, 7, 8, end]
-    rows = {2: row({3: -1.0, 4: -0.75}), 3: row({end: -1.0})}
-    rows |= {a: row({b: -0.75}) for a, b in itertools.pairwise(chain)}
-    checkpoints.make_bigram(
-        tmp_path,
-        rows,
-        vocab_size=vocab_size,
-        generation_config={"eos_token_id": end},
-    )
-    llm = shared_llm(tmp_path)
     prompt = [9] * 19 + [2]
     for penalty, ids, score in [(1.0, chain, -0.75), (2.0, chain, -0.125), (0.0, [3, end], -2.0)]:
         params = BeamParams(beam_width=2, max_tokens=20, length_penalty=penalty)
-        best = llm.beam_search(prompt, params)[0].outputs[0]
+        best = bigram.beam_search(prompt, params)[0].outputs[0]
         assert (best.token_ids, best.finish_reason) == (ids, "stop")
         assert best.score == pytest.approx(score, abs=1e-4)
 
@@ -191,7 +187,7 @@ def test_c25_beams_through_the_engine_equal_transformers(tmp_path):
 
 def test_a_tree_search_shares_what_it_knows():
     """Branch, retreat, branch again: equal to asking for each branch anew, with less to compute."""
-    llm, plain = shared_llm(**PAGE_4), shared_llm(**PAGE_4, enable_prefix_caching=False)
+    llm, plain = shared_llm(**PAGE_4), shared_llm(**PLAIN)
     engine = llm.engine
 
     def run_all() -> dict[str, list[int]]:
