@@ -9,10 +9,9 @@ import dataclasses
 import logging
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +21,16 @@ from jaxserve.config import EngineConfig
 from jaxserve.device.calibration import find_kv_scales
 from jaxserve.device.calibration_text import calibration_ids
 from jaxserve.device.choices import (
+    choose_host_pages,
     choose_pool_size,
     layers_per_program,
     resolve_attention,
     resolve_dtype,
     resolve_kv_dtype,
 )
-from jaxserve.device.executor import DeviceExecutor, StepShapes
+from jaxserve.device.executor import DeviceExecutor
+from jaxserve.device.params import put_params
+from jaxserve.device.step_shapes import StepShapes
 from jaxserve.engine import Engine
 from jaxserve.errors import ConfigError
 from jaxserve.model.kv_scales import GivenKVScales, KVScales
@@ -123,26 +125,65 @@ def build_engine(config: EngineConfig, loaded: LoadedModel) -> tuple[Engine, Sta
     if config.compilation_cache_dir is not None:
         _use_compilation_cache(config.compilation_cache_dir)
     begin = time.monotonic()
-    dtype = resolve_dtype(config.dtype)
     max_model_len = _resolve_max_model_len(config, loaded.config)
-    buckets = _resolve_buckets(config)
+    shapes, explanation = _choose_shapes(config, loaded.config, max_model_len)
+    params = put_params(loaded.params, shapes.model.abstract_params)
+    kv_scales = _kv_scales(config, loaded, params, shapes.dtype)
+    load_s = loaded.load_s + time.monotonic() - begin
+
+    pool = choose_pool_size(config, max_model_len, shapes)
+    shapes = dataclasses.replace(shapes, num_pages=pool.num_pages)
+    num_host_pages = choose_host_pages(config, shapes, pool)
+    executor = DeviceExecutor(
+        shapes,
+        params,
+        kv_scales=kv_scales,
+        num_host_pages=num_host_pages,
+        check_batches=config.check_batches,
+    )
+    kept = jax.config.jax_compilation_cache_dir
+    again = "" if kept else " (no compilation_cache_dir: at every start)"
+    _LOG.info("compiling %d programs%s", len(executor.list_programs()), again)
+    executor.warm_up()
+    engine = Engine(
+        executor=executor,
+        scheduler=build_scheduler(
+            config.scheduler,
+            config.cache,
+            num_pages=pool.num_pages,
+            page_size=shapes.page_size,
+            max_model_len=max_model_len,
+            num_host_pages=num_host_pages,
+            costs=executor.costs,
+        ),
+        vocab_size=loaded.config.vocab_size,
+        max_model_len=max_model_len,
+        eos_token_ids=loaded.eos_token_ids,
+        seed=config.seed,
+    )
+    _log_choices(explanation, max_model_len, shapes, pool, num_host_pages)
+    times = StartupTimes(load_s=load_s, compile_s=executor.compile_s, warm_s=executor.warm_s)
+    return engine, times
+
+
+def _choose_shapes(
+    config: EngineConfig, model: ModelConfig, max_model_len: int
+) -> tuple[StepShapes, str]:
+    """(what will be compiled, but for the size of the pool; why that attention backend)."""
+    dtype = resolve_dtype(config.dtype)
     kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, dtype)
+    buckets = _resolve_buckets(config)
     kernel, page_size, explanation = resolve_attention(
         config,
-        loaded.config,
+        model,
         dtype=dtype,
         kv_dtype=kv_dtype,
         max_num_seqs=buckets.max_num_seqs,
         max_model_len=max_model_len,
     )
-    model = build_model(loaded.config, dtype, kernel)
-    params = _to_device(loaded.params, model.abstract_params)
-    kv_scales = _kv_scales(config, loaded, params, dtype)
-    load_s = loaded.load_s + time.monotonic() - begin
-
     max_pages = -(-max_model_len // page_size)
     shapes = StepShapes(
-        model=model,
+        model=build_model(model, dtype, kernel),
         buckets=buckets,
         num_pages=max_pages + 1,  # enough to compile against; replaced once the pool is sized
         page_size=page_size,
@@ -150,39 +191,17 @@ def build_engine(config: EngineConfig, loaded: LoadedModel) -> tuple[Engine, Sta
         layout=dispatch.layout_of(kernel.backend),
         dtype=dtype,
         kv_dtype=kv_dtype,
-        layers_per_program=layers_per_program(loaded.config.num_layers),
+        layers_per_program=layers_per_program(model.num_layers),
     )
-    pool = choose_pool_size(config, max_model_len, shapes)
-    shapes = dataclasses.replace(shapes, num_pages=pool.num_pages)
-    executor = DeviceExecutor(
-        shapes, params, kv_scales=kv_scales, check_batches=config.check_batches
-    )
-    kept = jax.config.jax_compilation_cache_dir
-    again = "" if kept else " (no compilation_cache_dir: at every start)"
-    _LOG.info("compiling %d programs%s", len(shapes.programs()), again)
-    executor.warm_up()
-    engine = Engine(
-        executor=executor,
-        scheduler=build_scheduler(
-            config.scheduler,
-            num_pages=pool.num_pages,
-            page_size=page_size,
-            max_model_len=max_model_len,
-        ),
-        vocab_size=loaded.config.vocab_size,
-        max_model_len=max_model_len,
-        eos_token_ids=loaded.eos_token_ids,
-        seed=config.seed,
-    )
-    _log_choices(explanation, max_model_len, shapes, pool)
-    times = StartupTimes(load_s=load_s, compile_s=executor.compile_s, warm_s=executor.warm_s)
-    return engine, times
+    return shapes, explanation
 
 
-def _log_choices(explanation: str, max_model_len: int, shapes: StepShapes, pool: PoolSize) -> None:
+def _log_choices(
+    explanation: str, max_model_len: int, shapes: StepShapes, pool: PoolSize, num_host_pages: int
+) -> None:
     """What was chosen, in one line."""
     _LOG.info(
-        "%s, dtype %s, kv_cache_dtype %s, max_model_len %d, %d KV pages of %d tokens (%.2f GiB, by %s)",
+        "%s, dtype %s, kv_cache_dtype %s, max_model_len %d, %d KV pages of %d tokens (%.2f GiB, by %s)%s",
         explanation,
         jnp.dtype(shapes.dtype).name,
         shapes.kv_cache_dtype,
@@ -191,6 +210,7 @@ def _log_choices(explanation: str, max_model_len: int, shapes: StepShapes, pool:
         shapes.page_size,
         pool.num_bytes / 2**30,
         pool.reason,
+        f", {num_host_pages} in host RAM" if num_host_pages else "",
     )
 
 
@@ -254,33 +274,3 @@ def _kv_scales(
         ),
         layers_per_program=layers_per_program(model.num_layers),
     )
-
-
-def _to_device(params: Mapping[Any, Any], abstract: Params) -> Params:
-    """The tree as plain dicts, checked against what the model expects, every leaf on the device."""
-    checked = _checked_tree(params, abstract, "params")
-    return jax.block_until_ready(jax.device_put(checked))
-
-
-def _checked_tree(found: Any, expected: Any, name: str) -> Any:
-    if isinstance(expected, Mapping):
-        if not isinstance(found, Mapping):
-            raise ConfigError(f"{name}: expected a dict, found {_describe(found)}")
-        for key in found.keys() - expected.keys():
-            raise ConfigError(f"{name}[{key!r}]: expected nothing, found {_describe(found[key])}")
-        return {
-            key: _checked_tree(found.get(key), expected[key], f"{name}[{key!r}]")
-            for key in expected
-        }
-    is_array = hasattr(found, "shape") and hasattr(found, "dtype")
-    if not is_array or found.shape != expected.shape or found.dtype != expected.dtype:
-        raise ConfigError(f"{name}: expected {_describe(expected)}, found {_describe(found)}")
-    return found
-
-
-def _describe(leaf: Any) -> str:
-    if leaf is None:
-        return "nothing"
-    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
-        return f"{leaf.dtype}{list(leaf.shape)}"
-    return f"a {type(leaf).__name__}"

@@ -200,6 +200,10 @@ class EngineConfig:
         folder = self.compilation_cache_dir
         if folder is not None and not isinstance(folder, str | Path):
             raise ConfigError(f"compilation_cache_dir must be a folder, got {shown(folder)}")
+        if self.scheduler.preemption_mode == "swap" and not self.cache.host_kv_gib:
+            raise ConfigError(
+                "preemption_mode 'swap' needs room in host RAM: set host_kv_gib, got 0"
+            )
 
     @classmethod
     def from_options(cls, options: Mapping[str, object]) -> "EngineConfig":

@@ -21,13 +21,15 @@ from jaxserve.groups.beams import BeamGroup, check_beams
 from jaxserve.groups.choices import ChoiceGroup, one_watcher_per_choice
 from jaxserve.groups.group import Group
 from jaxserve.groups.limits import Limits
-from jaxserve.groups.outbox import Outbox
+from jaxserve.groups.outbox import Outbox, count_tokens
 from jaxserve.request import Request, RequestOutput, as_token_ids
 from jaxserve.sampling_params import SamplingParams, require_within
-from jaxserve.schedule.batch import SampledTokens, build_batch
-from jaxserve.schedule.plan import StepPlan
+from jaxserve.schedule.batch import build_batch
+from jaxserve.schedule.observer import StepObserver, StepRecord
+from jaxserve.schedule.plan import StepPlan, StepResult
 from jaxserve.schedule.scheduler import Scheduler
 from jaxserve.schedule.sequence import Sequence
+from jaxserve.schedule.stats import scheduler_stats
 from jaxserve.stats import EngineStats
 from jaxserve.text.watcher import TokenWatcher
 
@@ -64,6 +66,7 @@ class Engine:
         self.max_model_len = max_model_len
         self.eos_token_ids = frozenset(eos_token_ids)
         self.clock = clock
+        self.observers: list[StepObserver] = []  # look on at every step
         self._seed = seed
         self._groups: dict[str, Group] = {}
         self._held_groups: dict[str, Group] = {}  # ended, their pages kept for `fork`
@@ -223,6 +226,8 @@ class Engine:
             group = self._group(request_id) or self._outbox.owner(request_id)
             if group is None:
                 return None
+            if index is not None:
+                group.check_index(index)
             self._in_change = True
             if not group.has_ended:
                 group.abort(index)
@@ -231,8 +236,9 @@ class Engine:
                 group.let_go()
                 del self._held_groups[request_id]
             outputs = self._outbox.gather(group, index)
+            num_output_tokens = self._num_output_tokens + count_tokens(outputs)
             self._outbox.remove(group, index)
-            self._in_change = False
+            self._in_change, self._num_output_tokens = False, num_output_tokens
             return outputs[0] if outputs else None
 
     def _group(self, request_id: str) -> Group | None:
@@ -253,6 +259,8 @@ class Engine:
             self.executor.update_params(params)
             self.scheduler.change_weights()
             self._in_change = False
+            for observer in self.observers:
+                observer.weights_changed()
 
     def has_request(self, request_id: str) -> bool:
         """Whether a request is in flight, or its output has not been handed out yet."""
@@ -277,25 +285,27 @@ class Engine:
             self._in_change = True
             plan = self.scheduler.schedule()
             if plan is not None:
-                sampled, seconds = self._run(plan)
-                self._take_in(plan, sampled)
-                self.scheduler.observe_step(plan, seconds)
+                self._run(plan)
             outputs = self._outbox.gather()
+            num_output_tokens = self._num_output_tokens + count_tokens(outputs)
             self._outbox.remove()
-            self._in_change = False
-            self._num_output_tokens += sum(len(c.token_ids) for o in outputs for c in o.outputs)
+            self._in_change, self._num_output_tokens = False, num_output_tokens
         return outputs
 
-    def _run(self, plan: StepPlan) -> tuple[SampledTokens, float]:
-        """Runs a step; returns what it sampled and how many seconds it took."""
+    def _run(self, plan: StepPlan) -> None:
+        """Runs a step and hands each request what its sequences got."""
         started = self.clock()
         batch = build_batch(plan, self.scheduler.buckets, self.scheduler.kv.max_pages_per_seq)
         sampled = self.executor.submit(batch).result()
-        return sampled, self.clock() - started
+        seconds = self.clock() - started
+        result = self.scheduler.update(plan, sampled)
+        self._take_in(result)
+        self.scheduler.observe_step(plan, seconds)
+        for observer in self.observers:
+            observer.step_done(StepRecord(plan, batch, sampled, result, seconds))
 
-    def _take_in(self, plan: StepPlan, sampled: SampledTokens) -> None:
-        """Hands each request what its sequences got."""
-        advanced, failed = self.scheduler.update(plan, sampled)
+    def _take_in(self, result: StepResult) -> None:
+        advanced, failed = result
         for seq in failed:
             self._groups[seq.request.id].fail(seq)
         by_request: dict[str, list[Sequence]] = {}
@@ -341,22 +351,10 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters and gauges as they stand between two steps."""
-        scheduler = self.scheduler
-        kv, counters = scheduler.kv, scheduler.counters
         chosen = self.executor.description
         return EngineStats(
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
-            num_pages=kv.pool.num_pages,
-            num_free_pages=kv.pool.num_free,
-            page_size=kv.page_size,
-            max_num_seqs=scheduler.buckets.max_num_seqs,
-            max_num_batched_tokens=scheduler.buckets.max_num_batched_tokens,
+            **scheduler_stats(self.scheduler),
             max_model_len=self.max_model_len,
-            num_steps=counters.num_steps,
-            num_preemptions=counters.num_preemptions,
-            num_scheduled_tokens=counters.num_tokens,
-            num_padding_tokens=sum(u.num_padding_tokens for u in counters.by_bucket.values()),
             num_prompt_tokens=self._num_prompt_tokens,
             num_output_tokens=self._num_output_tokens,
             attention_backend=str(chosen["attention_backend"]),

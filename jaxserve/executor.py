@@ -57,6 +57,15 @@ class Executor(Protocol):
         batch's arrays are read-only from here on."""
         ...
 
+    def update_params(self, params: object) -> None:
+        """Runs every step from now on with other weights: same tree, shapes and types. No
+        step may be under way.
+
+        Raises:
+            ConfigError: another tree, shape or type; nothing was changed.
+        """
+        ...
+
     def reset(self) -> None:
         """Forgets what the pages hold, after a step that failed or was interrupted halfway."""
         ...

@@ -7,15 +7,18 @@ used twice or a row built wrongly changes the output or trips an assertion.
 import dataclasses
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from jaxserve.config import CacheConfig, SchedulerConfig
 from jaxserve.engine import Engine
 from jaxserve.executor import StepCosts
+from jaxserve.sampling_params import BeamParams
 from jaxserve.schedule.batch import DeviceBatch, SampledTokens
+from jaxserve.schedule.beam import BeamSearch, path_tokens
 from jaxserve.schedule.build import build_scheduler
+from jaxserve.schedule.sequence import Candidates
 from pallas_kernels.page_copy.api import check_copies
 
 VOCAB_SIZE = 1000
@@ -29,12 +32,41 @@ def next_token(context: Sequence[int]) -> int:
     return int.from_bytes(digest, "big") % VOCAB_SIZE
 
 
-def expected_tokens(prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """What a request must produce, whatever happens around it."""
+def fake_candidates(context: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """The likeliest tokens, i32[K], and their logprobs, f32[K]; how sure it is depends on the
+    context too."""
+    best = next_token(context)
+    ids = (best + 7 * np.arange(NUM_CANDIDATES, dtype=np.int32)) % VOCAB_SIZE
+    spread = 0.1 + best % 5 / 4
+    return ids, np.float32(-1) - np.float32(spread) * np.arange(NUM_CANDIDATES, dtype=np.float32)
+
+
+def expected_tokens(prompt: Sequence[int], num_tokens: int, seed: int | None = None) -> list[int]:
+    """What a request must produce, whatever happens around it.
+
+    Args:
+        prompt: its prompt.
+        num_tokens: how many it produces.
+        seed: of its draws, from an executor that draws; None = greedy.
+    """
     ids = list(prompt)
-    for _ in range(num_tokens):
-        ids.append(next_token(ids))
+    for position in range(num_tokens):
+        drawn = [] if seed is None else [seed >> 32, seed & 0xFFFFFFFF, position]
+        ids.append(next_token([*ids, *drawn]))
     return ids[len(prompt) :]
+
+
+def expected_beams(
+    prompt: Sequence[int], params: BeamParams, stop_ids: Collection[int] = ()
+) -> list[tuple[list[int], float, str]]:
+    """(token ids, score, finish_reason) of what a beam search must produce, best first: the same
+    search with nothing but token ids behind it."""
+    assert params.max_tokens is not None
+    search = BeamSearch(params=params, stop_ids=stop_ids, max_tokens=params.max_tokens)
+    while not search.is_done:
+        contexts = [[*prompt, *path_tokens(beam.path)[0]] for beam in search.beams]
+        search, _ = search.advance([Candidates(*fake_candidates(c)) for c in contexts])
+    return [(path_tokens(h.path)[0], h.score, h.finish_reason) for h in search.hypotheses]
 
 
 class FakeHandle:
@@ -52,6 +84,7 @@ class FakeExecutor:
         num_pages, page_size: of the pool.
         num_host_pages: of the host tier.
         poison: token ids whose keys and values are NaN: whoever has one in its context fails.
+        draws: rows whose temperature is not 0 depend on seed and output position too.
     """
 
     def __init__(
@@ -61,11 +94,13 @@ class FakeExecutor:
         page_size: int,
         num_host_pages: int = 0,
         poison: Sequence[int] = (),
+        draws: bool = False,
     ):
         self.slots = np.full((num_pages, page_size), UNWRITTEN, np.int64)
         self.host_slots = np.full((num_host_pages, page_size), UNWRITTEN, np.int64)
         self.page_size = page_size
         self.poison = frozenset(poison)
+        self.draws = draws
         self.num_steps = 0
         self.num_computed_tokens = 0
         self.weights = 0
@@ -152,12 +187,16 @@ class FakeExecutor:
         self, batch: DeviceBatch, contexts: dict[int, np.ndarray], finite: np.ndarray
     ) -> SampledTokens:
         sampling = [contexts[t] for t in batch.logit_rows[: batch.num_rows].tolist()]
-        best = [
-            [(next_token(context) + 7 * k) % VOCAB_SIZE for k in range(NUM_CANDIDATES)]
-            for context in sampling
-        ]
-        ids = np.array(best, np.int32).reshape(-1, NUM_CANDIDATES)
-        logprobs = np.tile(-1.0 - 0.5 * np.arange(NUM_CANDIDATES, dtype=np.float32), (len(ids), 1))
+        if self.draws:
+            sampling = [
+                [*context, *batch.seeds[row].tolist(), batch.output_positions[row]]
+                if batch.temperature[row] > 0
+                else context
+                for row, context in enumerate(sampling)
+            ]
+        best = [fake_candidates(context) for context in sampling]
+        ids = np.array([one[0] for one in best], np.int32).reshape(-1, NUM_CANDIDATES)
+        logprobs = np.array([one[1] for one in best], np.float32).reshape(-1, NUM_CANDIDATES)
         return SampledTokens(
             token_ids=ids[:, :1],
             num_tokens=np.ones(len(ids), np.int32),
@@ -175,6 +214,7 @@ def make_engine(
     max_model_len: int = 128,
     num_host_pages: int = 0,
     poison: Sequence[int] = (),
+    draws: bool = False,
     **options: object,
 ) -> Engine:
     """An engine over a `FakeExecutor`; `options` are fields of the configs, else of the engine."""
@@ -184,7 +224,11 @@ def make_engine(
         names = {field.name for field in dataclasses.fields(kind)} & options.keys()
         configs.append(kind(**{name: options.pop(name) for name in names}))
     executor = FakeExecutor(
-        num_pages=num_pages, page_size=page_size, num_host_pages=num_host_pages, poison=poison
+        num_pages=num_pages,
+        page_size=page_size,
+        num_host_pages=num_host_pages,
+        poison=poison,
+        draws=draws,
     )
     scheduler = build_scheduler(
         *configs,

@@ -151,6 +151,5 @@ class BatchLoop:
         self._show_progress()
 
     def _show_progress(self) -> None:
-        stats = self._llm.engine.stats()
         num_done = self._writer.num_done if self._writer else self.totals.num_ok
-        self._progress.update(num_done, self.totals.num_output_tokens, stats)
+        self._progress.update(num_done, self.totals.num_output_tokens, self._llm.engine.stats)

@@ -18,21 +18,23 @@ from absl import flags
 
 from jaxserve import __version__
 from jaxserve.cli.arguments import UsageError, parse_arguments
+from jaxserve.cli.flag_types import define_integer
 from jaxserve.cli.flags import (
     check_engine_options,
     configure_logging,
     define_engine,
     define_general,
-    define_integer,
     engine_options,
     help_text,
     wants_help,
 )
 from jaxserve.cli.output_files import is_same_file
+from jaxserve.cli.records import EngineRecords, RecordFlags
 from jaxserve.cli.replay import Arm, Counter, build_arm, make_compile_counter
 from jaxserve.cli.request_line import LineParser, RequestLine
 from jaxserve.cli.run_input import open_input
 from jaxserve.cli.run_output import encode_record
+from jaxserve.cli.scheduling_flags import define_records
 from jaxserve.cli.standard_streams import is_stdout_closed, write_error, write_stdout
 from jaxserve.cli.stop_signals import StopSignals
 from jaxserve.config import SCHEDULING, EngineConfig
@@ -70,6 +72,7 @@ def bench_flags() -> flags.FlagValues:
         "outputs", None, "Write id, output_ids and logprobs of each request, JSON lines.", **group
     )
     define_engine(values)
+    define_records(values)
     define_general(values)
     return values
 
@@ -108,10 +111,20 @@ def offline(argv: Sequence[str]) -> int:
         if not given[name]:
             raise UsageError(f"--{name} is needed")
     _check_outputs(given)
+    records = _records(given)
     configure_logging(given["verbosity"])
     with StopSignals("before the measurement was done") as stop:
-        _measure_and_write(given, engine_options(values), stop)
+        _measure_and_write(given, engine_options(values), records, stop)
     return 0
+
+
+def _records(given: dict[str, Any]) -> RecordFlags:
+    """The files that record what the engine does, checked."""
+    taken = {name: given[name] for name in ("workload", "output", "outputs")}
+    records = RecordFlags.from_flags(given, taken)
+    if records.any and len(given["scheduling"]) > 1:
+        raise UsageError("--stats_file and --schedule_log are for one arm of --scheduling")
+    return records
 
 
 def _check_outputs(given: dict[str, Any]) -> None:
@@ -126,12 +139,15 @@ def _check_outputs(given: dict[str, Any]) -> None:
         raise UsageError("cannot write stdout: it is closed; give --output=FILE")
 
 
-def _measure_and_write(given: dict[str, Any], options: dict[str, Any], stop: StopSignals) -> None:
+def _measure_and_write(
+    given: dict[str, Any], options: dict[str, Any], records: RecordFlags, stop: StopSignals
+) -> None:
     arms = _arm_options(options)
     lines = read_workload(given["workload"], seed=given["seed"], logprobs=bool(given["outputs"]))
     built = [build_arm(given["model"], one) for one in arms]
     compiles = make_compile_counter()  # after the last engine was built: that compiles too
-    _measure(built, lines, compiles, given["repetitions"])
+    with EngineRecords(records, built[0].llm.engine, given["model"], arms[0]):
+        _measure(built, lines, compiles, given["repetitions"])
     stop.defer()  # what follows is short, and no file is left half-written
     result = _rounded(_result(given, lines, built))
     if given["outputs"]:

@@ -1,8 +1,11 @@
-"""The kinds of values that flags take beyond absl's own, with messages that say what is wanted.
+"""The kinds of values that flags take beyond absl's own, with messages that say what is wanted, and
+functions that define flags of them.
 
 Used by `flags.py` and the commands. Every parser raises ValueError; absl puts `flag --name=value: ` before
 its text, so the text says only what the value must be.
 """
+
+from typing import Any
 
 from absl import flags
 
@@ -59,3 +62,21 @@ class IntegersParser(flags.ArgumentParser):
 
     def flag_type(self) -> str:
         return "integers"
+
+
+def define_integer(
+    name: str, default: int | None, text: str, *, lower_bound: int | None = None, **group: Any
+) -> None:
+    """As `absl.flags.DEFINE_integer`, with a message that says what is wanted."""
+    parser = IntegerParser(lower_bound=lower_bound)
+    flags.DEFINE(parser, name, default, text, serializer=flags.ArgumentSerializer(), **group)
+
+
+def define_float(name: str, default: float | None, text: str, **group: Any) -> None:
+    """As `absl.flags.DEFINE_float`, with a message that says what is wanted."""
+    flags.DEFINE(FloatParser(), name, default, text, serializer=flags.ArgumentSerializer(), **group)
+
+
+def define_auto_integer(name: str, text: str, **group: Any) -> None:
+    """An integer flag whose default is "auto"."""
+    flags.DEFINE(AutoIntegerParser(), name, None, text, **group)

@@ -14,7 +14,13 @@ from typing import Any
 from absl import flags
 
 from jaxserve.cli.arguments import UsageError
-from jaxserve.cli.flag_types import AutoIntegerParser, FloatParser, IntegerParser, IntegersParser
+from jaxserve.cli.flag_types import (
+    IntegersParser,
+    define_auto_integer,
+    define_float,
+    define_integer,
+)
+from jaxserve.cli.scheduling_flags import define_scheduling
 from jaxserve.cli.standard_streams import say
 from jaxserve.config import DTYPES, KV_CACHE_DTYPES, CacheConfig, EngineConfig
 from jaxserve.plan.capacity import CPU_POOL_LIMIT_BYTES, GIB
@@ -37,28 +43,20 @@ _ENGINE_OPTIONS = (
     "kv_cache_gib",
     "memory_utilization",
     "kv_cache_dtype",
+    "enable_prefix_caching",
+    "eviction",
+    "host_kv_gib",
+    "admission",
+    "max_num_partial_prefills",
+    "long_prefill_token_threshold",
+    "target_itl_s",
+    "preemption_mode",
     "attention_backend",
     "attention_interpret",
     "check_batches",
     "seed",
     "scheduling",
 )
-
-
-def define_integer(
-    name: str, default: int | None, text: str, *, lower_bound: int | None = None, **group: Any
-) -> None:
-    """As `absl.flags.DEFINE_integer`, with a message that says what is wanted."""
-    parser = IntegerParser(lower_bound=lower_bound)
-    flags.DEFINE(parser, name, default, text, serializer=flags.ArgumentSerializer(), **group)
-
-
-def _define_float(name: str, default: float | None, text: str, **group: Any) -> None:
-    flags.DEFINE(FloatParser(), name, default, text, serializer=flags.ArgumentSerializer(), **group)
-
-
-def _define_auto_integer(name: str, text: str, **group: Any) -> None:
-    flags.DEFINE(AutoIntegerParser(), name, None, text, **group)
 
 
 def define_general(flag_values: flags.FlagValues) -> None:
@@ -81,12 +79,7 @@ def define_engine(flag_values: flags.FlagValues) -> None:
     """--model and the fields of `EngineConfig`, but not --scheduling: each command offers its own."""
     default = EngineConfig()
     group = {"flag_values": flag_values, "module_name": _ENGINE_GROUP}
-    flags.DEFINE_string(
-        "model",
-        None,
-        "A checkpoint directory, a .gguf file, or a name `jaxserve fetch` knows.",
-        **group,
-    )
+    define_model(flag_values, _ENGINE_GROUP)
     flags.DEFINE_enum(
         "dtype",
         default.dtype,
@@ -94,7 +87,7 @@ def define_engine(flag_values: flags.FlagValues) -> None:
         "Of weights and activations; auto = float32 on CPU, else bfloat16.",
         **group,
     )
-    _define_auto_integer(
+    define_auto_integer(
         "max_model_len",
         "Most tokens of a sequence, prompt and output; auto = the model's limit.",
         **group,
@@ -110,17 +103,35 @@ def define_engine(flag_values: flags.FlagValues) -> None:
     )
     _define_page_pool(default.cache, group)
     _define_attention(default, group)
+    define_scheduling(flag_values)
     define_integer(
         "seed",
         default.seed,
         "Draws of a line without a seed follow from this and the line's index.",
         **group,
     )
+    define_compilation_cache(flag_values, _ENGINE_GROUP)
+
+
+def define_model(flag_values: flags.FlagValues, group: str) -> None:
+    """--model."""
+    flags.DEFINE_string(
+        "model",
+        None,
+        "A checkpoint directory, a .gguf file, or a name `jaxserve fetch` knows.",
+        flag_values=flag_values,
+        module_name=group,
+    )
+
+
+def define_compilation_cache(flag_values: flags.FlagValues, group: str) -> None:
+    """--compilation_cache_dir."""
     flags.DEFINE_string(
         "compilation_cache_dir",
         COMPILATION_CACHE_DIR,
         "Where compiled programs are kept between runs; empty = nowhere.",
-        **group,
+        flag_values=flag_values,
+        module_name=group,
     )
 
 
@@ -147,14 +158,14 @@ def _define_attention(default: EngineConfig, group: Mapping[str, Any]) -> None:
 
 
 def _define_page_pool(default: CacheConfig, group: Mapping[str, Any]) -> None:
-    _define_auto_integer(
+    define_auto_integer(
         "page_size", "Tokens a page; auto = the attention backend's choice.", **group
     )
-    _define_auto_integer("num_pages", "Pages in the pool; beats --kv_cache_gib.", **group)
-    _define_float(
+    define_auto_integer("num_pages", "Pages in the pool; beats --kv_cache_gib.", **group)
+    define_float(
         "kv_cache_gib", None, "Size of the page pool, GiB; beats --memory_utilization.", **group
     )
-    _define_float(
+    define_float(
         "memory_utilization",
         default.memory_utilization,
         "Share of the accelerator's memory for weights, programs and pages. On CPU the pool that this "
@@ -185,10 +196,10 @@ def define_sampling(flag_values: flags.FlagValues) -> None:
         "Most tokens to generate; unset = up to the context.",
         **group,
     )
-    _define_float("temperature", default.temperature, "0 = greedy.", **group)
+    define_float("temperature", default.temperature, "0 = greedy.", **group)
     define_integer("top_k", default.top_k, "Keep the k most likely tokens; 0 = all.", **group)
-    _define_float("top_p", default.top_p, "Keep the likeliest tokens up to this mass.", **group)
-    _define_float(
+    define_float("top_p", default.top_p, "Keep the likeliest tokens up to this mass.", **group)
+    define_float(
         "min_p", default.min_p, "Drop tokens less likely than this times the best.", **group
     )
     flags.DEFINE_multi_string("stop", None, "A string that ends the text", **group)

@@ -83,7 +83,7 @@ def check_output_file(output: Path, source: str | None) -> None:
     """
     if os.path.isdir(output) or not os.path.isdir(output.parent):  # False where Path's would raise
         raise UsageError(f"cannot write --output={output}: not a file in an existing directory")
-    longest = max(len(os.fsencode(path.name)) for path in _all_files(output))
+    longest = max(len(os.fsencode(path.name)) for path in all_files(output))
     limit = os.pathconf(output.parent, "PC_NAME_MAX")
     if longest > limit:
         spare = longest - len(os.fsencode(output.name))
@@ -95,7 +95,7 @@ def check_output_file(output: Path, source: str | None) -> None:
         return
     if is_same_file(output, source):
         raise UsageError(f"--output={output} is the input itself")
-    for path in _all_files(output):
+    for path in all_files(output):
         if is_same_file(path, source):
             raise UsageError(
                 f"--output={output} keeps a file of its own at {path}, and that is the input: "
@@ -103,7 +103,8 @@ def check_output_file(output: Path, source: str | None) -> None:
             )
 
 
-def _all_files(output: Path) -> Iterator[Path]:
+def all_files(output: Path) -> Iterator[Path]:
+    """The output, and the files that are kept beside it."""
     yield output
     for path in (partial_path(output), meta_path(output)):
         yield path

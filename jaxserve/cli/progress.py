@@ -5,13 +5,14 @@
 
 import sys
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as RichBar
 
-from jaxserve.engine import EngineStats
+from jaxserve.stats import EngineStats
 
 _UPDATE_EVERY_S = 0.1
 
@@ -19,8 +20,10 @@ _UPDATE_EVERY_S = 0.1
 class NoProgress(AbstractContextManager["NoProgress"]):
     """Shows nothing."""
 
-    def update(self, num_done: int, num_output_tokens: int, stats: EngineStats) -> None:
-        """Tells how far the run is: lines done, tokens generated, and the page pool."""
+    def update(
+        self, num_done: int, num_output_tokens: int, stats: Callable[[], EngineStats]
+    ) -> None:
+        """Tells how far the run is: lines done, tokens generated, and where to ask for the pages."""
 
     def __exit__(self, *exc: object) -> None:
         return None
@@ -52,17 +55,20 @@ class ProgressBar(NoProgress):
         self._bar.start()
         return self
 
-    def update(self, num_done: int, num_output_tokens: int, stats: EngineStats) -> None:
+    def update(
+        self, num_done: int, num_output_tokens: int, stats: Callable[[], EngineStats]
+    ) -> None:
         now = time.monotonic()
         if now - self._updated < _UPDATE_EVERY_S and num_done != self._bar.tasks[0].total:
             return
         self._updated = now
-        num_usable = stats.num_pages - 1  # page 0 is the null page
+        figures = stats()
+        num_usable = figures.num_pages - 1  # page 0 is the null page
         self._bar.update(
             self._task,
             completed=num_done,
             rate=num_output_tokens / max(now - self._started, 1e-9),
-            pages=f"{num_usable - stats.num_free_pages}/{num_usable}",
+            pages=f"{figures.num_owned_pages}/{num_usable}",
         )
 
     def __exit__(self, *exc: object) -> None:

@@ -15,8 +15,8 @@ import numpy as np
 from jaxserve.cli import text_engine
 from jaxserve.cli.arguments import UsageError
 from jaxserve.cli.request_line import RequestLine
-from jaxserve.engine import EngineStats
 from jaxserve.errors import InvalidRequestError
+from jaxserve.stats import EngineStats
 
 _PERCENTILES = (50, 90, 99)
 

@@ -19,7 +19,7 @@ from typing import Any
 from jaxserve.cli.arguments import UsageError
 from jaxserve.cli.output_files import meta_path, partial_path, scratch_path
 from jaxserve.cli.standard_streams import write_error
-from jaxserve.engine import EngineStats
+from jaxserve.stats import EngineStats
 
 FORMAT = 2
 _WAY_OUT = "give --overwrite, or another --output"

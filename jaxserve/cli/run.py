@@ -28,10 +28,12 @@ from jaxserve.cli.flags import (
 from jaxserve.cli.output_files import partial_path
 from jaxserve.cli.output_lock import OutputLock
 from jaxserve.cli.progress import make_progress
+from jaxserve.cli.records import EngineRecords
 from jaxserve.cli.request_line import LineParser
 from jaxserve.cli.run_input import RunInput, open_input, open_prompts
 from jaxserve.cli.run_job import RunJob
 from jaxserve.cli.run_output import OrderedWriter
+from jaxserve.cli.scheduling_flags import define_records
 from jaxserve.cli.standard_streams import write_error, write_stdout
 from jaxserve.cli.stop_signals import StopSignals
 from jaxserve.cli.text_printer import TextPrinter
@@ -82,6 +84,7 @@ def run_flags() -> flags.FlagValues:
         flag_values=values,
         module_name="engine",
     )
+    define_records(values)
     define_general(values)
     return values
 
@@ -128,13 +131,14 @@ def _run(job: RunJob, lock: OutputLock, stop: StopSignals) -> int:
     identity = _check_engine(job, identity, llm)
     stop.defer()
     lock.keep()
+    records = EngineRecords(job.records, llm.engine, job.model, job.engine_options)
     writer = _open_writer(job, identity, recovered)
     progress = make_progress(source.num_lines, recovered.num_done, prints_text=job.prints_text)
     printer = _open_printer(job, writer) if job.prints_text else None
     started = time.monotonic()
     loop = BatchLoop(llm, source.lines, parser, writer=writer, progress=progress, printer=printer)
     try:
-        with progress:
+        with records, progress:
             loop.run(stop)
     finally:
         if writer:

@@ -7,10 +7,15 @@ from typing import Any
 
 from absl import flags
 
-from jaxserve.cli import resume
 from jaxserve.cli.arguments import UsageError
 from jaxserve.cli.flags import check_engine_options, engine_options, sampling_defaults
-from jaxserve.cli.output_files import appends_to_itself, check_output_file, is_stream
+from jaxserve.cli.output_files import (
+    all_files,
+    appends_to_itself,
+    check_output_file,
+    is_stream,
+)
+from jaxserve.cli.records import RecordFlags, fingerprint
 from jaxserve.cli.standard_streams import is_stdout_closed
 
 
@@ -28,6 +33,7 @@ class RunJob:
     is_chat: bool
     resume: bool
     overwrite: bool
+    records: RecordFlags
 
     @classmethod
     def from_flags(cls, values: flags.FlagValues, prompts: Sequence[str]) -> "RunJob":
@@ -55,6 +61,7 @@ class RunJob:
             is_chat=given["chat"],
             resume=given["resume"],
             overwrite=given["overwrite"],
+            records=RecordFlags.from_flags(given, _files_of(given["input"], output)),
         )
         job._check()
         return job
@@ -90,13 +97,18 @@ class RunJob:
         Raises:
             CheckpointError: there is no such model.
         """
-        # Imported here: --help and mistakes do without it.
-        from jaxserve.weights.loader import resolve_model
-
         engine = {key: self.engine_options[key] for key in ("seed", "dtype", "max_model_len")}
         kind = {"is_text": self.is_text, "is_chat": self.is_chat}
         return {
             "input": {"sha256": sha256, **kind},
-            "model": {"sha256": resume.model_fingerprint(resolve_model(self.model))},
+            "model": {"sha256": fingerprint(self.model)},
             "sampling": {**self.sampling, **engine},
         }
+
+
+def _files_of(source: str | None, output: str | None) -> dict[str, str | None]:
+    """The files of a run by the flag that they belong to."""
+    files = {"input": source}
+    if output is not None and not is_stream(output):
+        files |= {f"output={output} ({path.name})": str(path) for path in all_files(Path(output))}
+    return files

@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from jaxserve.cli.request_line import RequestLine
-from jaxserve.engine import EngineStats
+from jaxserve.executor import Executor
 from jaxserve.request import RequestOutput, SamplingParams
+from jaxserve.schedule.observer import StepObserver
+from jaxserve.stats import EngineStats
 
 if TYPE_CHECKING:
     from jaxserve.build import StartupTimes
@@ -21,6 +23,12 @@ class EngineLike(Protocol):
     def has_work(self) -> bool: ...
 
     def stats(self) -> EngineStats: ...
+
+    @property
+    def observers(self) -> list[StepObserver]: ...
+
+    @property
+    def executor(self) -> Executor: ...
 
 
 class TextEngine(Protocol):

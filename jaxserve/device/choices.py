@@ -1,5 +1,5 @@
 """What the settings that say "auto" mean on this machine: dtypes, attention backend, page size, how
-many layers make a program, how many pages fit.
+many layers make a program, how many pages fit on the device and in host RAM.
 
 Called by `build`, once per engine. Invariant: what is found is returned; a setting that cannot be
 served raises and is never replaced by another.
@@ -9,12 +9,19 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.config import KV_CACHE_DTYPES, EngineConfig
-from jaxserve.device.executor import StepShapes, largest_step_bytes
-from jaxserve.device.memory import free_bytes
+from jaxserve.device.memory import free_bytes, free_host_bytes
+from jaxserve.device.page_moves import device_bytes
+from jaxserve.device.step_shapes import StepShapes, largest_step_bytes
 from jaxserve.errors import ConfigError
 from jaxserve.model.attention import AttentionKernel
 from jaxserve.model_config import ModelConfig
-from jaxserve.plan.capacity import PoolSize, pool_page_bytes, size_pool
+from jaxserve.plan.capacity import (
+    PoolSize,
+    canonical_page_bytes,
+    count_host_pages,
+    pool_page_bytes,
+    size_pool,
+)
 from pallas_kernels import dispatch
 
 MAX_CPU_LAYERS_PER_PROGRAM = 4
@@ -127,6 +134,7 @@ def choose_pool_size(config: EngineConfig, max_model_len: int, shapes: StepShape
     free = free_bytes(jax.devices()[0], cache.memory_utilization if by_memory else 1.0)
     if not on_cpu:  # host RAM is not partitioned: what programs take there is not set aside
         free -= largest_step_bytes(shapes)
+        free -= device_bytes(shapes) if cache.host_kv_gib else 0
     return size_pool(
         cache,
         bytes_per_page=pool_page_bytes(
@@ -140,4 +148,27 @@ def choose_pool_size(config: EngineConfig, max_model_len: int, shapes: StepShape
         max_num_seqs=shapes.buckets.max_num_seqs,
         free_bytes=free,
         on_cpu=on_cpu,
+    )
+
+
+def choose_host_pages(config: EngineConfig, shapes: StepShapes, pool: PoolSize) -> int:
+    """How many pages to keep in host RAM; 0 where host_kv_gib is 0.
+
+    Args:
+        config: the settings.
+        shapes: of the engine.
+        pool: the pages on the device; where that is the CPU they are in host RAM too.
+
+    Raises:
+        ConfigError: host_kv_gib is less than a page takes, or more than is free.
+    """
+    on_cpu = jax.default_backend() == "cpu"
+    return count_host_pages(
+        config.cache,
+        bytes_per_page=canonical_page_bytes(
+            shapes.model.config,
+            page_size=shapes.page_size,
+            dtype=jnp.dtype(shapes.kv_dtype).name,
+        ),
+        free_bytes=free_host_bytes() - (pool.num_bytes if on_cpu else 0),
     )

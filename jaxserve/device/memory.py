@@ -1,4 +1,4 @@
-"""How much memory a device has left."""
+"""How much memory a device, or the host, has left."""
 
 import os
 from typing import Any
@@ -18,7 +18,7 @@ def free_bytes(device: Any, utilization: float) -> int:
         ConfigError: the platform does not say; give num_pages or kv_cache_gib.
     """
     if device.platform == "cpu":
-        return int(_free_host_bytes() * utilization)
+        return int(free_host_bytes() * utilization)
     stats = device.memory_stats()
     if not stats or "bytes_limit" not in stats:
         raise ConfigError(
@@ -28,7 +28,8 @@ def free_bytes(device: Any, utilization: float) -> int:
     return int(stats["bytes_limit"] * utilization) - int(stats["bytes_in_use"])
 
 
-def _free_host_bytes() -> int:
+def free_host_bytes() -> int:
+    """Bytes of host RAM that are free, as the operating system sees it now."""
     meminfo = "/proc/meminfo"
     if os.path.exists(meminfo):
         with open(meminfo, encoding="ascii") as lines:

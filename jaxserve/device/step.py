@@ -1,9 +1,11 @@
 """The pure functions that make up a step; `executor.py` compiles each once per rung of its ladder.
 
-    embed   (T)   token ids -> [T, E]
-    layers  (T)   a run of consecutive layers: [T, E] -> [T, E], pages written; called for one run
-    after the other select  (T)   the rows that need logits: [T, E] -> [S, E]
-    sample  (R)   the first R of those rows -> logits -> one token each
+    embed       (T)   token ids -> [T, E]
+    layers      (T)   a run of consecutive layers: [T, E] -> [T, E], pages written; called for one
+                      run after the other
+    select      (T)   the rows that need logits: [T, E] -> [S, E]; which slices are finite
+    sample      (R)   the first R of those rows -> logits -> one token each
+    candidates  (R)   logits -> the likeliest tokens; only where a batch wants them
 
 Cutting a step here makes a few small programs instead of len(T) x len(R) large ones: every run of
 layers shares one program, and a step that samples nothing (the middle of a long prompt) skips the
@@ -13,6 +15,7 @@ head.
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from jaxserve.model.attention import PagedRows
 from jaxserve.model.registry import ModelFunctions, Params
@@ -54,6 +57,31 @@ def sampling_rows(batch: DeviceBatch) -> SamplingRows:
     )
 
 
+class Sampled(NamedTuple):
+    """What `sample_rows` returns, per logit row."""
+
+    token_ids: jax.Array  # i32[R]    in [0, V), and no more than that where logits are not finite
+    logprobs: jax.Array  # f32[R]     of these tokens under the raw logits
+    finite: jax.Array  # bool[R]      every logit of the row is finite
+    logits: jax.Array  # f32[R, V]    raw, for the candidates; they stay on the device
+
+
+def select(
+    x: jax.Array, logit_rows: jax.Array, cu_q_lens: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """What is left to know of the last layer's output once its pages are written.
+
+    Args:
+        x: [T, E].
+        logit_rows: i32[S].
+        cu_q_lens: i32[S+1].
+
+    Returns:
+        (`select_rows`, `finite_slices`).
+    """
+    return select_rows(x, logit_rows), finite_slices(x, cu_q_lens)
+
+
 def select_rows(x: jax.Array, logit_rows: jax.Array) -> jax.Array:
     """[S, E]: the tokens of x [T, E] that `logit_rows` i32[S] names; padding entries name token
     0.
@@ -61,9 +89,28 @@ def select_rows(x: jax.Array, logit_rows: jax.Array) -> jax.Array:
     return x.at[logit_rows].get(mode="clip")
 
 
+def finite_slices(x: jax.Array, cu_q_lens: jax.Array) -> jax.Array:
+    """Which slices are free of NaN and infinity.
+
+    All tokens are looked at, not only the last: one that is not finite reaches the last through its
+    keys and values, but not through pages of int8, which hold no NaN. One that becomes so anywhere
+    is so after the last layer, for every layer adds to what it is given.
+
+    Args:
+        x: [T, E], the output of the last layer.
+        cu_q_lens: i32[S+1], where each slice's tokens begin and end.
+
+    Returns:
+        bool[S], True for padded rows, which have no tokens.
+    """
+    bad = jnp.any(~jnp.isfinite(x), axis=1).astype(jnp.int32)
+    num_bad = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(bad, dtype=jnp.int32)])
+    return num_bad[cu_q_lens[1:]] == num_bad[cu_q_lens[:-1]]
+
+
 def sample_rows(
     model: ModelFunctions, head_params: Params, hidden: jax.Array, rows: SamplingRows
-) -> tuple[jax.Array, jax.Array]:
+) -> Sampled:
     """Head and sampler over the first R hidden rows.
 
     Args:
@@ -71,11 +118,9 @@ def sample_rows(
         head_params: from `model.head_params`.
         hidden: [S, E].
         rows: sampling parameters of R <= S rows.
-
-    Returns:
-        (token ids i32[R], logprobs f32[R] of these tokens under the raw logits).
     """
     num_rows = rows.temperature.shape[0]
     logits = model.logits(head_params, hidden[:num_rows])
     token_ids = sample(logits, rows)
-    return token_ids, chosen_logprobs(logits, token_ids)
+    finite = jnp.all(jnp.isfinite(logits), axis=1)
+    return Sampled(token_ids, chosen_logprobs(logits, token_ids), finite, logits)

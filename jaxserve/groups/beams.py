@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Sequence as Several
 from typing import NamedTuple
 
-from jaxserve.errors import InvalidRequestError
+from jaxserve.errors import InvalidRequestError, shown
 from jaxserve.groups.group import NON_FINITE, Group
 from jaxserve.groups.outbox import Outbox
 from jaxserve.request import CompletionOutput
@@ -183,13 +183,15 @@ class BeamGroup(Group):
         if not self.has_ended:
             self._end(self.search.give_up("error"), NON_FINITE)
 
+    def check_index(self, index: object) -> None:
+        raise InvalidRequestError(
+            f"index must be None for a beam search, got {shown(index)}: its outputs are chosen at "
+            "the end",
+            param="index",
+        )
+
     def abort(self, index: int | None) -> None:
-        if index is not None:
-            raise InvalidRequestError(
-                f"index must be None for a beam search, got {index}: its outputs are chosen at the "
-                "end",
-                param="index",
-            )
+        del index  # None: no other one passes the check
         self._end(self.search.give_up("abort"))
 
     def rewind(self) -> list[Sequence]:

@@ -16,10 +16,11 @@ from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from jaxserve.errors import InvalidRequestError, shown
+from jaxserve.errors import InvalidRequestError
 from jaxserve.groups.group import NON_FINITE, Group
 from jaxserve.groups.outbox import Outbox
 from jaxserve.request import CompletionOutput, Request
+from jaxserve.sampling_params import require_within
 from jaxserve.schedule.scheduler import Scheduler
 from jaxserve.schedule.sequence import Sequence, Status
 from jaxserve.text.watcher import Observation, TokenWatcher
@@ -204,9 +205,12 @@ class ChoiceGroup(Group):
             self._commit(choice, self._last(choice, "error", NON_FINITE), num_observed=0)
         self.scheduler.finish(seq)
 
+    def check_index(self, index: object) -> None:
+        require_within("index", index, 0, len(self.choices) - 1)
+
     def abort(self, index: int | None) -> None:
         if index is not None:
-            self._abort(self._choice(index))
+            self._abort(self.choices[index])
             return
         for choice in reversed(self.choices):  # the leader last: it need not hand over
             self._abort(choice)
@@ -233,7 +237,8 @@ class ChoiceGroup(Group):
         return [*self.held, *(choice.seq for choice in known)]
 
     def branch_point(self, index: int) -> tuple[Sequence, array]:
-        choice = self._choice(index)
+        self.check_index(index)
+        choice = self.choices[index]
         seq = choice.seq
         if not choice.has_ended:
             if not self.has_spread:
@@ -246,16 +251,6 @@ class ChoiceGroup(Group):
                 param="index",
             )
         return seq, seq.token_ids[: seq.num_prompt_tokens + choice.progress.num_released]
-
-    def _choice(self, index: object) -> Choice:
-        is_int = isinstance(index, int) and not isinstance(index, bool)
-        if not is_int or not 0 <= index < len(self.choices):  # type: ignore[operator]
-            raise InvalidRequestError(
-                f"index must be an integer in [0, {len(self.choices) - 1}], the choices of request "
-                f"{self.request.id!r}, got {shown(index)}",
-                param="index",
-            )
-        return self.choices[index]  # type: ignore[call-overload]
 
     def _going_on(self) -> list[Choice]:
         return [choice for choice in self.choices if not choice.has_ended]

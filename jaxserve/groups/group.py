@@ -63,8 +63,12 @@ class Group(ABC):
         """Ends what depends on a sequence whose step computed something that is no finite number."""
 
     @abstractmethod
+    def check_index(self, index: object) -> None:
+        """Raises InvalidRequestError unless the request has a choice of this number."""
+
+    @abstractmethod
     def abort(self, index: int | None) -> None:
-        """Ends choice number `index`, or all of them."""
+        """Ends choice number `index`, which was checked, or all of them."""
 
     @abstractmethod
     def rewind(self) -> list[Sequence]:

@@ -4,7 +4,7 @@ Groups write to `ready` themselves, in the statement that also records their pro
 interrupt can come between. Read and emptied by the engine when a call hands out.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from jaxserve.groups.group import Group
 from jaxserve.request import CompletionOutput, RequestOutput, merge_completions
@@ -73,3 +73,8 @@ class Outbox:
     def _news(self) -> Iterator[News]:
         yield from self._kept
         yield from self.ready.values()
+
+
+def count_tokens(outputs: Iterable[RequestOutput]) -> int:
+    """Ids in all of them."""
+    return sum(len(one.token_ids) for output in outputs for one in output.outputs)

@@ -1,4 +1,4 @@
-"""How many KV pages to make.
+"""How many KV pages to make, on the device and in host RAM.
 
 Called by `jaxserve.build`; the answer is returned, never written into a config.
 """
@@ -33,6 +33,33 @@ def pool_page_bytes(model: ModelConfig, *, layout: str, page_size: int, dtype: s
     """Bytes of one page over all layers."""
     one = page_bytes(layout, page_size, model.num_kv_heads, model.head_dim, dtype)
     return one * model.num_layers
+
+
+def canonical_page_bytes(model: ModelConfig, *, page_size: int, dtype: str) -> int:
+    """Bytes of one page over all layers where it leaves the device: no layout pads it."""
+    return pool_page_bytes(model, layout="head_major", page_size=page_size, dtype=dtype)
+
+
+def count_host_pages(cache: CacheConfig, *, bytes_per_page: int, free_bytes: int) -> int:
+    """Pages that host_kv_gib gives; 0 where it is 0.
+
+    Args:
+        cache: the user's settings.
+        bytes_per_page: of one canonical page over all layers.
+        free_bytes: host RAM that is free.
+
+    Raises:
+        ConfigError: host_kv_gib is less than a page takes, or more than is free.
+    """
+    if not cache.host_kv_gib:
+        return 0
+    num_bytes = int(cache.host_kv_gib * GIB)
+    asked = f"host_kv_gib={cache.host_kv_gib:g}"
+    if num_bytes < bytes_per_page:
+        raise ConfigError(f"{asked}: less than one KV page, which takes {_gib(bytes_per_page)}")
+    if num_bytes > free_bytes:
+        raise ConfigError(f"{asked}: only {_gib(max(free_bytes, 0))} of host RAM are free")
+    return num_bytes // bytes_per_page
 
 
 def size_pool(

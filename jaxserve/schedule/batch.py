@@ -53,15 +53,9 @@ class DeviceBatch:
     output_positions: np.ndarray  # i32[R]  how many output tokens the sequence has already
     wants_candidates: bool = False  # some row wants the likeliest tokens, not just a sampled one
     # pages to move before the step, in this order; n differs from field to field
-    moves_out: np.ndarray = field(
-        default_factory=_no_pairs
-    )  # i32[2, n]  device pages -> host pages
-    copies: np.ndarray = field(
-        default_factory=_no_pairs
-    )  # i32[2, n]     device pages -> device pages
-    moves_in: np.ndarray = field(
-        default_factory=_no_pairs
-    )  # i32[2, n]   host pages -> device pages
+    moves_out: np.ndarray = field(default_factory=_no_pairs)  # i32[2, n] device pages -> host pages
+    copies: np.ndarray = field(default_factory=_no_pairs)  # i32[2, n] device pages -> device pages
+    moves_in: np.ndarray = field(default_factory=_no_pairs)  # i32[2, n] host pages -> device pages
 
     def __post_init__(self) -> None:
         for one in fields(self):

@@ -32,6 +32,7 @@ class SchedulerCounters:
         num_prefix_wait_steps: steps that they waited.
         num_steps, num_tokens: of all plans.
         by_bucket: by rung of T.
+        last_plan: of the step that was counted last.
     """
 
     num_preemptions: int = 0
@@ -48,9 +49,11 @@ class SchedulerCounters:
     num_steps: int = 0
     num_tokens: int = 0
     by_bucket: dict[int, BucketUse] = field(default_factory=dict)
+    last_plan: StepPlan | None = None
 
     def observe(self, plan: StepPlan) -> None:
         """Counts a step that was run."""
+        self.last_plan = plan
         self.num_steps += 1
         self.num_tokens += plan.num_tokens
         use = self.by_bucket.setdefault(plan.bucket.num_tokens, BucketUse())

@@ -1,4 +1,5 @@
-"""The engine's own programs (embed, layers, select, sample) of large models, compiled for a target.
+"""The engine's own programs (embed, layers, select, sample, candidates) of large models, compiled for
+a target.
 
 Used by the workers. One row a step: the device holds params and pages once and, while a program runs,
 its temporaries, so HBM is the sum of the first and the most of the second. Invariant: the programs are
@@ -13,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxserve.device.executor import StepShapes
 from jaxserve.device.programs import Program
+from jaxserve.device.step_shapes import StepShapes
 from jaxserve.model import sharding
 from jaxserve.model.attention import AttentionKernel
 from jaxserve.model.registry import ModelFunctions, build_model
@@ -68,8 +69,9 @@ def argument_specs(program: Program, model: ModelFunctions, layout: str) -> tupl
     return {
         "embed": (params["embed"], P()),
         "layers": (model.layer_params(params), pages, P(), P(), P(), P(AXIS)),
-        "select": (P(), P()),
+        "select": (P(), P(), P()),
         "sample": (model.head_params(params), P(), P()),
+        "candidates": (P(None, AXIS),),  # the head leaves each device the logits of its own tokens
     }[program.key[0]]
 
 

@@ -18,6 +18,7 @@ from jaxserve.request import Request, RequestOutput, SamplingParams
 from jaxserve.text.watcher import StopWatcher
 from tests.fakes import VOCAB_SIZE, expected_tokens, make_engine
 
+HOST_PAGES_PER_GIB = 100
 BREAKS_THE_ENGINE = "break the engine"
 
 
@@ -49,13 +50,16 @@ class FakeLLM:
     def __init__(self, model: str, **options: object):
         if not Path(model).exists():
             raise CheckpointError(f"{model}: no such checkpoint")
-        config = EngineConfig.from_options(options)
+        fakes = {"dtype", "kv_cache_dtype"} if options.get("dtype") == "int64" else set()
+        config = EngineConfig.from_options({k: v for k, v in options.items() if k not in fakes})
+        scheduler, cache = vars(config.scheduler), vars(config.cache)
         self.engine = make_engine(
-            max_num_seqs=config.scheduler.max_num_seqs,
-            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+            **scheduler,
+            **{name: cache[name] for name in ("enable_prefix_caching", "eviction")},
             max_model_len=config.max_model_len or 128,
+            page_size=config.cache.page_size or 4,
             num_pages=config.cache.num_pages or 512,
-            scheduling=config.scheduler.scheduling,
+            num_host_pages=int(config.cache.host_kv_gib * HOST_PAGES_PER_GIB),
             seed=config.seed,
         )
         time.sleep(self.load_s)

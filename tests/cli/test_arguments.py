@@ -1,5 +1,6 @@
 """What is a flag and what is text."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from jaxserve.cli.arguments import UsageError, parse_arguments
 from jaxserve.cli.bench import bench_flags
 from jaxserve.cli.flags import engine_options, help_text, sampling_defaults
 from jaxserve.cli.run import USAGE, run_flags
-from jaxserve.config import EngineConfig
+from jaxserve.config import CacheConfig, EngineConfig, SchedulerConfig
 from jaxserve.errors import InvalidRequestError
 
 
@@ -94,6 +95,14 @@ def test_everything_behind_two_dashes_is_text():
         ("--page-size=big", ['flag --page_size=big: must be an integer or "auto"']),
         ("--dtype=float16", ["dtype", "float32|bfloat16"]),
         ("--kv-cache-dtype=fp8", ["kv_cache_dtype", "bfloat16|int8|fp8_e4m3"]),
+        ("--admission=sjf", ["admission", "fcfs|priority|lpm|short_first"]),
+        ("--eviction=random", ["eviction", "lru|lfu|fifo|priority"]),
+        ("--preemption-mode=kill", ["preemption_mode", "auto|recompute|swap"]),
+        ("--max-num-partial-prefills=x", ['must be an integer or "auto"']),
+        ("--target-itl-s=fast", ["flag --target_itl_s=fast: must be a number"]),
+        ("--host-kv-gib=1GB", ["flag --host_kv_gib=1GB: must be a number"]),
+        ("--enable-prefix-caching=often", ["must be true or false"]),
+        ("--stats-interval-s=often", ["must be a number"]),
         ("--ignore-eos=maybe", ["flag --ignore_eos=maybe: must be true or false"]),
         ("--temperature 0", ["unknown flag", "use --temperature=0, or two lines in a flagfile"]),
         ("--max-tokens\t5", ["use --max-tokens=5, or two lines"]),
@@ -197,6 +206,13 @@ def test_defaults_are_those_of_the_dataclasses():
     assert sampling_defaults(values)["temperature"] == 1.0
 
 
+@pytest.mark.parametrize("make_flags", [run_flags, bench_flags])
+def test_every_field_of_the_configs_is_a_flag(make_flags):
+    fields = [*dataclasses.fields(SchedulerConfig), *dataclasses.fields(CacheConfig)]
+    missing = {field.name for field in fields} - set(make_flags())
+    assert missing == set()
+
+
 def test_engine_flags_reach_the_config():
     values = run_flags()
     parse_arguments(
@@ -208,6 +224,14 @@ def test_engine_flags_reach_the_config():
             "--scheduling=static",
             "--compilation-cache-dir=",
             "--seed=7",
+            "--admission=lpm",
+            "--max-num-partial-prefills=3",
+            "--long-prefill-token-threshold=auto",
+            "--target-itl-s=0.05",
+            "--preemption-mode=swap",
+            "--no-enable-prefix-caching",
+            "--eviction=lfu",
+            "--host-kv-gib=0.5",
         ],
         values,
     )
@@ -216,6 +240,15 @@ def test_engine_flags_reach_the_config():
     assert config.cache.num_pages == 9
     assert config.cache.kv_cache_gib == 0.5
     assert config.max_model_len is None
-    assert config.scheduler.scheduling == "static"
+    assert config.scheduler == SchedulerConfig(
+        scheduling="static",
+        admission="lpm",
+        max_num_partial_prefills=3,
+        target_itl_s=0.05,
+        preemption_mode="swap",
+    )
+    assert not config.cache.enable_prefix_caching
+    assert config.cache.eviction == "lfu"
+    assert config.cache.host_kv_gib == 0.5
     assert config.compilation_cache_dir is None
     assert config.seed == 7

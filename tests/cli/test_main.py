@@ -47,6 +47,12 @@ def test_version(capsys):
         (["run", "--model=x", "--input=/"], ["cannot read --input=/: Is a directory"]),
         (["run", "--model=x", "--max-num-seqs=0", "a"], ["max_num_seqs", "[1, 4096]", "0"]),
         (["run", "--model=x", "--page-size=3", "a"], ["page_size", "3"]),
+        (["run", "--model=x", "--target-itl-s=0", "a"], ["target_itl_s", "(0, inf]"]),
+        (["run", "--model=x", "--max-num-partial-prefills=0", "a"], ["max_num_partial_prefills"]),
+        (["run", "--model=x", "--long-prefill-token-threshold=0", "a"], ["long_prefill_token"]),
+        (["run", "--model=x", "--host-kv-gib=-1", "a"], ["host_kv_gib", "-1"]),
+        (["run", "--model=x", "--host-kv-gib=nan", "a"], ["host_kv_gib", "nan"]),
+        (["run", "--model=x", "--preemption-mode=swap", "a"], ["'swap' needs room", "host_kv_gib"]),
         (["run", "--model=x", "--temperature=nan", "a"], ["temperature", "nan"]),
         (["run", "--model=x", "--attention-backend=xl", "a"], ["attention_backend='xl'", "known"]),
         (["run", "--model=x", "--attention-backend=cpu", "a"], ["does not ship that kernel"]),
@@ -98,6 +104,9 @@ def test_a_model_that_is_none_exits_with_2(made, tmp_path, capsys):
         (["run", "--model={tmp}/broken", "prompt"], 2),
         (["bench", "offline", "--model=no-such-model", "--workload={tmp}/w.jsonl"], 2),
         (["fetch", "no-such-model"], 2),
+        (["replay", "--help"], 0),
+        (["replay", "--model=no-such-model", "--schedule_log={tmp}/w.jsonl"], 2),
+        (["run", "--model=x", "--stats_file=/no/such/file", "prompt"], 2),
     ],
 )
 def test_help_and_mistakes_do_not_import_jax(arguments, code, tmp_path):

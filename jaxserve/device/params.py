@@ -1,0 +1,58 @@
+"""Params on their way to the device: checked against what the model expects, leaf by leaf.
+
+Called by `build` for the first weights and by the executor for those that replace them. Invariant:
+what is returned is plain dicts of the expected keys, shapes and dtypes, and complete on the device.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxserve.errors import ConfigError
+from jaxserve.model.registry import Params
+
+
+def put_params(params: object, abstract: Params, *, own: bool = False) -> Params:
+    """The tree as plain dicts, every leaf on the device.
+
+    Args:
+        params: nested mappings of arrays, numpy or already on the device; the latter are shared, not
+            copied.
+        abstract: `ModelFunctions.abstract_params`.
+        own: numpy arrays may be written to afterwards. Else they are not, and where the device is
+            the CPU they are used in place: a mapped checkpoint is not copied.
+
+    Raises:
+        ConfigError: a leaf that is missing, superfluous, or of another shape or dtype; it is named.
+    """
+    checked = _checked(params, abstract, "params")
+    if own and jax.default_backend() == "cpu":
+        checked = jax.tree.map(
+            lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, checked
+        )
+    return jax.block_until_ready(jax.device_put(checked))
+
+
+def _checked(found: Any, expected: Any, name: str) -> Any:
+    if isinstance(expected, Mapping):
+        if not isinstance(found, Mapping):
+            raise ConfigError(f"{name}: expected a dict, found {_describe(found)}")
+        for key in found.keys() - expected.keys():
+            raise ConfigError(f"{name}[{key!r}]: expected nothing, found {_describe(found[key])}")
+        return {
+            key: _checked(found.get(key), expected[key], f"{name}[{key!r}]") for key in expected
+        }
+    is_array = hasattr(found, "shape") and hasattr(found, "dtype")
+    if not is_array or found.shape != expected.shape or found.dtype != expected.dtype:
+        raise ConfigError(f"{name}: expected {_describe(expected)}, found {_describe(found)}")
+    return found
+
+
+def _describe(leaf: Any) -> str:
+    if leaf is None:
+        return "nothing"
+    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+        return f"{leaf.dtype}{list(leaf.shape)}"
+    return f"a {type(leaf).__name__}"

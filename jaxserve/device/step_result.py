@@ -1,0 +1,80 @@
+"""`DeviceStep`: a step under way, and how what it returns becomes `SampledTokens`.
+
+Made by the executor, one per submitted batch. Invariant: `result` is the only place that waits for a
+step, so whatever went wrong in it is raised there.
+"""
+
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from jaxserve.schedule.batch import DeviceBatch, SampledTokens
+
+
+class DeviceStep:
+    """A step under way; `result` waits for it. Meets `jaxserve.executor.StepHandle`.
+
+    Args:
+        batch: what was submitted.
+        slices_finite: bool[S], on the device.
+        sampled: (token ids i32[R], logprobs f32[R], finite bool[R]), on the device; None where
+            nothing is sampled.
+        candidates: (token ids i32[R, K], logprobs f32[R, K]), on the device, where wanted.
+        settle: writes the pages that left the device to host RAM; waits for them.
+    """
+
+    def __init__(
+        self,
+        batch: DeviceBatch,
+        *,
+        slices_finite: jax.Array,
+        sampled: tuple[jax.Array, ...] | None,
+        candidates: tuple[jax.Array, ...] | None,
+        settle: Callable[[], None],
+    ):
+        self._batch = batch
+        self._outputs = (slices_finite, sampled, candidates)
+        self._settle = settle
+        self.is_done = False
+
+    def result(self) -> SampledTokens:
+        """Blocks until the step is done, also when it samples nothing."""
+        try:
+            self._settle()  # those pages left before the step began: write them while it runs
+            return sampled_tokens(self._batch, *jax.device_get(self._outputs))
+        finally:
+            self.is_done = True
+
+
+def sampled_tokens(
+    batch: DeviceBatch,
+    slices_finite: np.ndarray,
+    sampled: tuple[np.ndarray, ...] | None,
+    candidates: tuple[np.ndarray, ...] | None,
+) -> SampledTokens:
+    """Cuts the padding off what the programs returned and puts it together.
+
+    Args:
+        batch: what was submitted.
+        slices_finite, sampled, candidates: as in `DeviceStep`, fetched.
+    """
+    num_slices, num_rows = int(batch.ranges[2]), batch.num_rows
+    finite = np.array(slices_finite[:num_slices])
+    if sampled is None:
+        token_ids, logprobs = np.zeros(0, np.int32), np.zeros(0, np.float32)
+    else:
+        token_ids, logprobs, rows_finite = (array[:num_rows] for array in sampled)
+        # A row belongs to the first slice that ends beyond its token; to none in a padding batch.
+        ends = batch.cu_q_lens[1 : num_slices + 1]
+        owners = np.searchsorted(ends, batch.logit_rows[:num_rows], side="right")
+        finite[owners[(owners < num_slices) & ~rows_finite]] = False
+    ids_of, logprobs_of = candidates or (None, None)
+    return SampledTokens(
+        token_ids=token_ids[:, None],
+        num_tokens=np.ones(len(token_ids), np.int32),
+        logprobs=logprobs[:, None],
+        finite=finite,
+        candidate_ids=None if ids_of is None else ids_of[:num_rows],
+        candidate_logprobs=None if logprobs_of is None else logprobs_of[:num_rows],
+    )

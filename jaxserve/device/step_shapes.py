@@ -1,0 +1,183 @@
+"""What an engine compiles: `StepShapes` holds all that the shapes of its programs depend on.
+
+Made by `jaxserve.build`; read by the executor, by its page moves, and by whoever asks how much memory
+a step takes. Invariant: shapes only, nothing here is on a device.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.config import KV_CACHE_DTYPES
+from jaxserve.device.programs import Program, ProgramTable
+from jaxserve.device.step import forward_inputs, sample_rows, sampling_rows, select
+from jaxserve.model.kv_scales import KVScales
+from jaxserve.model.registry import ModelFunctions
+from jaxserve.sample.logprobs import top_logprobs
+from jaxserve.schedule.batch import MAX_CANDIDATES, DeviceBatch
+from jaxserve.schedule.buckets import Bucket, Buckets
+from pallas_kernels.ragged_paged_attention.layout import KVPages, is_8bit
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepShapes:
+    """All that the shapes of the programs depend on.
+
+    Args:
+        model: the model's functions.
+        buckets: the shapes to compile.
+        num_pages: pages in the pool, the null page included.
+        page_size: tokens a page.
+        max_pages: pages a sequence (P).
+        layout: page layout of the attention backend.
+        dtype: of activations.
+        kv_dtype: element type of the pages; the 8-bit ones go with scales.
+        layers_per_program: consecutive layers compiled as one program; divides the number of
+            layers.
+    """
+
+    model: ModelFunctions
+    buckets: Buckets
+    num_pages: int
+    page_size: int
+    max_pages: int
+    layout: str
+    dtype: jnp.dtype
+    kv_dtype: jnp.dtype
+    layers_per_program: int
+
+    @property
+    def kv_cache_dtype(self) -> str:
+        """The element type of the pages as the settings call it."""
+        names = {element: name for name, element in KV_CACHE_DTYPES.items()}
+        return names[jnp.dtype(self.kv_dtype).name]
+
+    @property
+    def runs(self) -> list[slice]:
+        """The layers of each call of a program that takes `layers_per_program` of them."""
+        size, num_layers = self.layers_per_program, self.model.config.num_layers
+        return [slice(begin, begin + size) for begin in range(0, num_layers, size)]
+
+    @property
+    def page_shape(self) -> tuple[int, ...]:
+        """(L, K, 2, page, D): a page of every layer in the canonical format."""
+        config = self.model.config
+        return config.num_layers, config.num_kv_heads, 2, self.page_size, config.head_dim
+
+    @property
+    def num_candidates(self) -> int:
+        """Likeliest tokens that a row gets when a batch wants them (K)."""
+        return min(MAX_CANDIDATES, self.model.config.vocab_size)
+
+    def abstract_pages(self) -> list[KVPages]:
+        """The pages of every layer as shapes only."""
+        config = self.model.config
+        one = KVPages.abstract(
+            self.layout,
+            self.num_pages,
+            self.page_size,
+            config.num_kv_heads,
+            config.head_dim,
+            self.kv_dtype,
+        )
+        return [one] * config.num_layers
+
+    def abstract_scales(self) -> list[KVScales] | None:
+        """The scales of every layer as shapes only; None where pages are floats."""
+        if not is_8bit(self.kv_dtype):
+            return None
+        one = jax.ShapeDtypeStruct((self.model.config.num_kv_heads,), jnp.float32)
+        return [KVScales(one, one)] * self.model.config.num_layers
+
+    def padding(self, bucket: Bucket) -> DeviceBatch:
+        """A batch without live tokens, with one row that counts as sampled."""
+        return DeviceBatch.padding(bucket, self.buckets, self.max_pages, num_rows=1)
+
+    def programs(self) -> list[Program]:
+        """Every program of the ladders, the slowest to compile first."""
+        tokens, rows = reversed(self.buckets.tokens), reversed(self.buckets.rows)
+        return [
+            *(program for t in tokens for program in self.token_programs(t)),
+            *(program for r in rows for program in self.row_programs(r)),
+        ]
+
+    def token_programs(self, num_tokens: int) -> list[Program]:
+        """The programs of one rung of T.
+
+        `layers` gives back its input and its pages: both are donated.
+        """
+        inputs = forward_inputs(self.padding(Bucket(num_tokens, 1)))
+        params = self.model.abstract_params
+        x = jax.ShapeDtypeStruct((num_tokens, self.model.config.hidden_size), self.dtype)
+        run = slice(self.layers_per_program)
+        scales = self.abstract_scales()
+        return [
+            Program(
+                key=("layers", num_tokens),
+                function=self.model.layers,
+                arguments=(
+                    self.model.layer_params(params)[run],
+                    self.abstract_pages()[run],
+                    x,
+                    inputs.positions,
+                    inputs.rows,
+                    None if scales is None else scales[run],
+                ),
+                donated=(1, 2),
+            ),
+            Program(
+                key=("embed", num_tokens),
+                function=self.model.embed,
+                arguments=(params["embed"], inputs.token_ids),
+            ),
+            Program(
+                key=("select", num_tokens),
+                function=select,
+                arguments=(x, inputs.logit_rows, inputs.rows.cu_q_lens),
+            ),
+        ]
+
+    def row_programs(self, num_rows: int) -> list[Program]:
+        """The programs of one rung of R."""
+        hidden_shape = (self.buckets.max_num_seqs, self.model.config.hidden_size)
+        hidden = jax.ShapeDtypeStruct(hidden_shape, self.dtype)
+        logits = jax.ShapeDtypeStruct((num_rows, self.model.config.vocab_size), jnp.float32)
+        rows = sampling_rows(self.padding(Bucket(1, num_rows)))
+        return [
+            Program(
+                key=("sample", num_rows),
+                function=functools.partial(sample_rows, self.model),
+                arguments=(self.model.head_params(self.model.abstract_params), hidden, rows),
+            ),
+            Program(
+                key=("candidates", num_rows),
+                function=functools.partial(top_logprobs, count=self.num_candidates),
+                arguments=(logits,),
+            ),
+        ]
+
+
+def largest_step_bytes(shapes: StepShapes) -> int:
+    """Device memory, in bytes, that the largest step takes beyond params and pages.
+
+    Compiles the largest programs against whatever small pool `shapes` names: the pool's size hardly
+    matters to it.
+    """
+    table = ProgramTable()
+    largest = [
+        *shapes.token_programs(shapes.buckets.tokens[-1]),
+        *shapes.row_programs(shapes.buckets.rows[-1]),
+    ]
+    table.compile_all(largest)
+    sizes = []
+    for program in largest:
+        analysis = table[program.key].memory_analysis()
+        assert analysis is not None, f"no memory analysis of {program.key} on this platform"
+        sizes.append(
+            analysis.temp_size_in_bytes
+            + analysis.output_size_in_bytes
+            - analysis.alias_size_in_bytes
+        )
+    return int(max(sizes))
