@@ -127,42 +127,35 @@ class ScheduleLogWriter:
         self._told: WeakKeyDictionary[Sequence, _Told] = WeakKeyDictionary()
         self._num_sequences = 0
         self._num_steps = 0
+        self._in_step = False
         write(_line({"schedule_log": FORMAT, **dataclasses.asdict(header)}))
 
     def weights_changed(self) -> None:
         self._write(_line({"weights_changed_after": self._num_steps}))
 
     def step_done(self, step: StepRecord) -> None:
-        plan, batch = step.plan, step.batch
-        max_pages = len(batch.page_table) // len(batch.kv_lens)
-        table = batch.page_table.reshape(-1, max_pages)
-        pages: dict[int, list[int]] = {}
-        tokens: dict[int, list[int]] = {}
-        for row, one in enumerate(plan.slices):
-            begin, end = int(batch.cu_q_lens[row]), int(batch.cu_q_lens[row + 1])
-            told = self._told.get(one.seq) or self._introduce(one)
-            new_pages = _tell_pages(told, table[row])
-            if new_pages:
-                pages[told.number] = new_pages
-            new_tokens = _tell_tokens(told, one.start, batch.token_ids[begin:end])
-            if new_tokens:
-                tokens[told.number] = new_tokens
-        self._num_steps += 1
+        if self._in_step:  # the last call was cut short: what it has told is not known
+            self._told.clear()
+        self._in_step = True
+        plan = step.plan
+        pages, tokens = self._news(step)
+        numbers = [self._told[one.seq].number for one in plan.slices]
         found = outcomes(plan, step.sampled)
+        self._num_steps += 1
         line: dict[str, Any] = {
             "step": self._num_steps,
             "bucket": [plan.bucket.num_tokens, plan.bucket.num_rows],
             "slices": [
-                [self._told[one.seq].number, one.start, one.num_tokens, one.num_samples]
-                for one in plan.slices
+                [number, one.start, one.num_tokens, one.num_samples]
+                for number, one in zip(numbers, plan.slices, strict=True)
             ],
             "pages": pages,
             "tokens": tokens,
             **{name: getattr(plan, name) for name in MOVES},
             "outcomes": found,
             "ended": [
-                self._told[one.seq].number
-                for one in plan.slices
+                number
+                for number, one in zip(numbers, plan.slices, strict=True)
                 if one.seq.status is Status.FINISHED
             ],
             "step_s": round(step.seconds, 6),
@@ -170,6 +163,26 @@ class ScheduleLogWriter:
         self._write(_line({key: value for key, value in line.items() if value not in ([], {}, ())}))
         for one, ids in zip(plan.slices, found, strict=True):
             take_outcome(self._told[one.seq].token_ids, one, ids)
+        self._in_step = False
+
+    def _news(self, step: StepRecord) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+        """What a reader does not know yet of a step's page tables and tokens, by sequence."""
+        table = step.batch.page_table.reshape(len(step.batch.kv_lens), -1)
+        token_ids = array("i", step.batch.token_ids.tobytes())
+        pages: dict[int, list[int]] = {}
+        tokens: dict[int, list[int]] = {}
+        begin = 0
+        for row, one in enumerate(step.plan.slices):
+            told = self._told.get(one.seq) or self._introduce(one)
+            end = begin + one.num_tokens
+            new_pages = _tell_pages(told, table[row])
+            if new_pages:
+                pages[told.number] = new_pages
+            new_tokens = _tell_tokens(told, one.start, token_ids[begin:end])
+            if new_tokens:
+                tokens[told.number] = new_tokens
+            begin = end
+        return pages, tokens
 
     def _introduce(self, one: ScheduledSlice) -> _Told:
         """Writes the line of a sequence that has its first slice."""
@@ -215,12 +228,11 @@ def _tell_pages(told: _Told, row: np.ndarray) -> list[int]:
     return [first, *row[first:].tolist()]
 
 
-def _tell_tokens(told: _Told, start: int, ids: np.ndarray) -> list[int]:
+def _tell_tokens(told: _Told, start: int, ids: array) -> list[int]:
     """[start, token ids of a slice], if they are not those told before; else empty."""
-    known = told.token_ids[start : start + len(ids)]
-    if known.tobytes() == ids.tobytes():
+    if told.token_ids[start : start + len(ids)] == ids:
         return []
-    told.token_ids[start : start + len(ids)] = array("i", ids.tobytes())
+    told.token_ids[start : start + len(ids)] = ids
     return [start, *ids.tolist()]
 
 

@@ -56,6 +56,14 @@ class LoggedEngine:
     def records(self, key: str) -> list[dict]:
         return [one for one in map(json.loads, self.lines) if key in one]
 
+    def cut_a_step_short(self) -> None:
+        """As Ctrl-C behind the device; the log does not get to know of it."""
+        update, self.engine.scheduler.update = self.engine.scheduler.update, cut_short
+        with pytest.raises(KeyboardInterrupt):
+            self.engine.step()
+        self.engine.scheduler.update = update
+        self.executor.batches.pop()
+
     def check_replay(self) -> None:
         """A replay gives the same tokens from the same batches."""
         again = RecordingExecutor(**self.made_of)
@@ -120,11 +128,7 @@ def test_aborts_failures_and_steps_cut_short():
     for _ in range(3):
         engine.step()
     engine.abort("r0")
-    update, engine.scheduler.update = engine.scheduler.update, cut_short
-    with pytest.raises(KeyboardInterrupt):
-        engine.step()
-    engine.scheduler.update = update
-    logged.executor.batches.pop()  # of this step nothing was kept
+    logged.cut_a_step_short()
     drain(engine)
     assert any(None in one["outcomes"] for one in logged.records("step"))
     logged.check_replay()
@@ -158,7 +162,31 @@ def test_any_run_can_be_replayed(seed):
             engine.abort(f"r{draw.randrange(i)}")
         for _ in range(draw.randrange(3)):
             engine.step()
+        if draw.random() < 0.1 and engine.has_work():
+            logged.cut_a_step_short()
     drain(engine)
+    logged.check_replay()
+
+
+@pytest.mark.parametrize("fails_at", range(1, 16))
+def test_a_line_that_cannot_be_written_once(fails_at, monkeypatch):
+    """The engine does the step again; the log goes on with all that its reader has to know."""
+    logged = LoggedEngine(num_pages=20)
+    (writer,) = logged.engine.observers
+    calls = iter(range(1, 1000))
+
+    def write(line: str) -> None:
+        if next(calls) == fails_at:
+            raise OSError("busy")
+        logged.lines.append(line.encode())
+
+    monkeypatch.setattr(writer, "_write", write)
+    for i in range(4):
+        add(logged.engine, f"r{i}", prompt_of(14, i), 8, temperature=0)
+    with pytest.raises(OSError, match="busy"):
+        drain(logged.engine)
+    logged.executor.batches.pop()  # this step is not in the log
+    drain(logged.engine)
     logged.check_replay()
 
 
