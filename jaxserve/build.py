@@ -125,35 +125,12 @@ def build_engine(config: EngineConfig, loaded: LoadedModel) -> tuple[Engine, Sta
     if config.compilation_cache_dir is not None:
         _use_compilation_cache(config.compilation_cache_dir)
     begin = time.monotonic()
-    dtype = resolve_dtype(config.dtype)
     max_model_len = _resolve_max_model_len(config, loaded.config)
-    buckets = _resolve_buckets(config)
-    kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, dtype)
-    kernel, page_size, explanation = resolve_attention(
-        config,
-        loaded.config,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        max_num_seqs=buckets.max_num_seqs,
-        max_model_len=max_model_len,
-    )
-    model = build_model(loaded.config, dtype, kernel)
-    params = put_params(loaded.params, model.abstract_params)
-    kv_scales = _kv_scales(config, loaded, params, dtype)
+    shapes, explanation = _choose_shapes(config, loaded.config, max_model_len)
+    params = put_params(loaded.params, shapes.model.abstract_params)
+    kv_scales = _kv_scales(config, loaded, params, shapes.dtype)
     load_s = loaded.load_s + time.monotonic() - begin
 
-    max_pages = -(-max_model_len // page_size)
-    shapes = StepShapes(
-        model=model,
-        buckets=buckets,
-        num_pages=max_pages + 1,  # enough to compile against; replaced once the pool is sized
-        page_size=page_size,
-        max_pages=max_pages,
-        layout=dispatch.layout_of(kernel.backend),
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        layers_per_program=layers_per_program(loaded.config.num_layers),
-    )
     pool = choose_pool_size(config, max_model_len, shapes)
     shapes = dataclasses.replace(shapes, num_pages=pool.num_pages)
     num_host_pages = choose_host_pages(config, shapes, pool)
@@ -166,7 +143,7 @@ def build_engine(config: EngineConfig, loaded: LoadedModel) -> tuple[Engine, Sta
     )
     kept = jax.config.jax_compilation_cache_dir
     again = "" if kept else " (no compilation_cache_dir: at every start)"
-    _LOG.info("compiling %d programs%s", len(shapes.programs()), again)
+    _LOG.info("compiling %d programs%s", len(executor.list_programs()), again)
     executor.warm_up()
     engine = Engine(
         executor=executor,
@@ -174,7 +151,7 @@ def build_engine(config: EngineConfig, loaded: LoadedModel) -> tuple[Engine, Sta
             config.scheduler,
             config.cache,
             num_pages=pool.num_pages,
-            page_size=page_size,
+            page_size=shapes.page_size,
             max_model_len=max_model_len,
             num_host_pages=num_host_pages,
             costs=executor.costs,
@@ -187,6 +164,36 @@ def build_engine(config: EngineConfig, loaded: LoadedModel) -> tuple[Engine, Sta
     _log_choices(explanation, max_model_len, shapes, pool, num_host_pages)
     times = StartupTimes(load_s=load_s, compile_s=executor.compile_s, warm_s=executor.warm_s)
     return engine, times
+
+
+def _choose_shapes(
+    config: EngineConfig, model: ModelConfig, max_model_len: int
+) -> tuple[StepShapes, str]:
+    """(what will be compiled, but for the size of the pool; why that attention backend)."""
+    dtype = resolve_dtype(config.dtype)
+    kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, dtype)
+    buckets = _resolve_buckets(config)
+    kernel, page_size, explanation = resolve_attention(
+        config,
+        model,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        max_num_seqs=buckets.max_num_seqs,
+        max_model_len=max_model_len,
+    )
+    max_pages = -(-max_model_len // page_size)
+    shapes = StepShapes(
+        model=build_model(model, dtype, kernel),
+        buckets=buckets,
+        num_pages=max_pages + 1,  # enough to compile against; replaced once the pool is sized
+        page_size=page_size,
+        max_pages=max_pages,
+        layout=dispatch.layout_of(kernel.backend),
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        layers_per_program=layers_per_program(model.num_layers),
+    )
+    return shapes, explanation
 
 
 def _log_choices(

@@ -7,15 +7,18 @@ used twice or a row built wrongly changes the output or trips an assertion.
 import dataclasses
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from jaxserve.config import CacheConfig, SchedulerConfig
 from jaxserve.engine import Engine
 from jaxserve.executor import StepCosts
+from jaxserve.sampling_params import BeamParams
 from jaxserve.schedule.batch import DeviceBatch, SampledTokens
+from jaxserve.schedule.beam import BeamSearch, path_tokens
 from jaxserve.schedule.build import build_scheduler
+from jaxserve.schedule.sequence import Candidates
 from pallas_kernels.page_copy.api import check_copies
 
 VOCAB_SIZE = 1000
@@ -51,6 +54,19 @@ def expected_tokens(prompt: Sequence[int], num_tokens: int, seed: int | None = N
         drawn = [] if seed is None else [seed >> 32, seed & 0xFFFFFFFF, position]
         ids.append(next_token([*ids, *drawn]))
     return ids[len(prompt) :]
+
+
+def expected_beams(
+    prompt: Sequence[int], params: BeamParams, stop_ids: Collection[int] = ()
+) -> list[tuple[list[int], float, str]]:
+    """(token ids, score, finish_reason) of what a beam search must produce, best first: the same
+    search with nothing but token ids behind it."""
+    assert params.max_tokens is not None
+    search = BeamSearch(params=params, stop_ids=stop_ids, max_tokens=params.max_tokens)
+    while not search.is_done:
+        contexts = [[*prompt, *path_tokens(beam.path)[0]] for beam in search.beams]
+        search, _ = search.advance([Candidates(*fake_candidates(c)) for c in contexts])
+    return [(path_tokens(h.path)[0], h.score, h.finish_reason) for h in search.hypotheses]
 
 
 class FakeHandle:

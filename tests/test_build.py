@@ -116,3 +116,14 @@ def test_a_budget_below_max_num_seqs_lowers_it_and_says_so(caplog):
         llm = LLM(str(TINY), **(SMALL | {"max_num_seqs": 8}))
     assert llm.engine.stats().max_num_seqs == 4
     assert "max_num_seqs lowered from 8 to 4" in caplog.text
+
+
+def test_host_kv_gib_makes_host_pages(loaded, caplog):
+    options = SMALL | {"host_kv_gib": 0.01}
+    with caplog.at_level(logging.INFO, "jaxserve"):
+        engine, _ = build_engine(EngineConfig.from_options(options), loaded)
+    assert "54 in host RAM" in caplog.text  # 2 layers x 2 x 64 tokens x 3 heads x 64 x 4 bytes each
+    assert 0 < engine.executor.costs.page_move_s < 1
+    for gib, message in ((1e-6, "host_kv_gib=1e-06: less than one KV page"), (2**20, "are free")):
+        with pytest.raises(ConfigError, match=message):
+            build_engine(EngineConfig.from_options(SMALL | {"host_kv_gib": gib}), loaded)

@@ -7,9 +7,7 @@ from hypothesis import strategies as st
 from jaxserve.errors import InvalidRequestError
 from jaxserve.request import Request, merge_outputs
 from jaxserve.sampling_params import BeamParams, SamplingParams
-from jaxserve.schedule.beam import BeamSearch, path_tokens
-from jaxserve.schedule.sequence import Candidates
-from tests.fakes import drain, expected_tokens, fake_candidates, make_engine
+from tests.fakes import drain, expected_beams, expected_tokens, make_engine
 
 PROMPT = [5, 6, 7, 8, 9]
 
@@ -20,13 +18,8 @@ def request(name="a", prompt=PROMPT, **fields) -> Request:
 
 
 def search(prompt, stop_ids=(), **fields) -> list[tuple[list[int], float, str]]:
-    """The same search with nothing but token ids behind it."""
-    beam = BeamParams(**({"beam_width": 3, "max_tokens": 6} | fields))
-    state = BeamSearch(params=beam, stop_ids=stop_ids, max_tokens=beam.max_tokens)
-    while not state.is_done:
-        contexts = [[*prompt, *path_tokens(one.path)[0]] for one in state.beams]
-        state, _ = state.advance([Candidates(*fake_candidates(c)) for c in contexts])
-    return [(path_tokens(h.path)[0], h.score, h.finish_reason) for h in state.hypotheses]
+    params = BeamParams(**({"beam_width": 3, "max_tokens": 6} | fields))
+    return expected_beams(prompt, params, stop_ids)
 
 
 def found(parts) -> list[tuple[list[int], float, str]]:

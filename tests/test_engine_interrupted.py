@@ -6,15 +6,17 @@ import threading
 
 import pytest
 
+from jaxserve.engine import derive_seed
 from jaxserve.errors import InvalidRequestError
 from jaxserve.request import Request, SamplingParams, merge_outputs
-from tests.fakes import FakeExecutor, drain, expected_tokens, make_engine
+from jaxserve.sampling_params import BeamParams
+from tests.fakes import FakeExecutor, drain, expected_beams, expected_tokens, make_engine
 from tests.llms import greedy, shared_llm
 
 PROMPTS = {str(i): [100 * i + j for j in range(3 + 2 * i)] for i in range(4)}
 NUM_TOKENS = 12
 # Interrupted here, a call has done its work but not told its caller yet: nobody can know better.
-HANDING_OUT = {"step", "_exclusive", "__enter__", "__exit__", "abort", "add"}
+HANDING_OUT = {"step", "_exclusive", "__enter__", "__exit__", "abort", "add", "fork"}
 
 
 def busy_engine():
@@ -102,6 +104,154 @@ def test_an_interrupt_at_any_line_of_add_or_abort_leaves_a_working_engine(method
         assert engine.stats().num_owned_pages == 0
         if not interrupt.fired:
             assert count > 5
+            return
+
+
+class Family:
+    """Requests of every kind in a pool that is too small for them: choices, a held root with two
+    branches, a beam search. `check` knows what has to come out of them."""
+
+    CHOICES = SamplingParams(n=3, seed=4, max_tokens=7, logprobs=True, ignore_eos=True)
+    HELD = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
+    BEAM = BeamParams(beam_width=3, max_tokens=6)
+
+    def __init__(self, num_steps: int):
+        self.engine = make_engine(
+            draws=True,
+            num_pages=13,
+            page_size=4,
+            max_num_seqs=5,
+            max_num_batched_tokens=12,
+            num_host_pages=5,
+        )
+        self.parts: dict[str, list] = {}
+        root = list(range(6))
+        self.engine.add(
+            Request(id="root", prompt_token_ids=root, sampling_params=self.HELD, hold=True)
+        )
+        self.take(drain(self.engine))
+        self.engine.add(
+            Request(id="choices", prompt_token_ids=[1] * 9, sampling_params=self.CHOICES)
+        )
+        self.engine.add(Request(id="beams", prompt_token_ids=[2] * 7, beam=self.BEAM))
+        self.engine.fork("root", "left", append_token_ids=[50], sampling_params=self.HELD)
+        self.engine.fork("root", "right", num_tokens=7, sampling_params=self.HELD, hold=True)
+        self.expected = {
+            "root": [expected_tokens(root, 5)],
+            "left": [expected_tokens([*root, *expected_tokens(root, 5), 50], 5)],
+            "right": [expected_tokens([*root, *expected_tokens(root, 1)], 5)],
+            "choices": [
+                expected_tokens([1] * 9, 7, derive_seed(4, i) if i else 4) for i in range(3)
+            ],
+            "beams": [ids for ids, _, _ in expected_beams([2] * 7, self.BEAM)],
+        }
+        for _ in range(num_steps):
+            self.step()
+
+    def step(self) -> None:
+        for output in self.engine.step():
+            self.parts.setdefault(output.request_id, []).append(output)
+
+    def take(self, more: dict[str, list]) -> None:
+        for name, parts in more.items():
+            self.parts.setdefault(name, []).extend(parts)
+
+    def finish(self) -> None:
+        self.take(drain(self.engine))
+
+    def check(self, *without: str) -> None:
+        """Everything came out once, but perhaps of these; nothing is left behind."""
+        for name in self.expected.keys() - set(without):
+            parts = self.parts[name]
+            outputs = merge_outputs(parts).outputs
+            assert [one.token_ids for one in outputs] == self.expected[name], name
+            ends = [c.index for part in parts for c in part.outputs if c.finish_reason]
+            assert sorted(ends) == list(range(len(outputs))), "a choice ended twice"
+            assert [part.finished for part in parts] == [False] * (len(parts) - 1) + [True]
+        if "choices" not in without:
+            outputs = merge_outputs(self.parts["choices"]).outputs
+            assert [len(one.logprobs) for one in outputs] == [7] * 3
+        for name in ("root", "right"):
+            if name not in without:  # held, so it can be forked
+                self.engine.fork(name, f"of {name}", num_tokens=8, sampling_params=self.HELD)
+        self.finish()
+        for name in self.expected:
+            self.engine.abort(name)
+        self.engine.check_invariants()
+        assert self.engine.stats().num_owned_pages == 0
+
+
+def interrupted_at(count: int, call) -> bool:
+    """Whether the call was long enough to be interrupted at its line number `count`."""
+    interrupt = InterruptAt(count)
+    sys.settrace(interrupt)
+    try:
+        call()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(None)
+    return interrupt.fired
+
+
+# The choices spread in the second step; beams are chosen in all of them and held in some.
+@pytest.mark.parametrize("num_steps", [0, 1, 4, 6])
+def test_an_interrupt_at_any_line_loses_no_choice_no_beam_and_no_branch(num_steps):
+    for count in itertools.count(1 + 7 * num_steps, 29):  # other lines in each of them
+        family = Family(num_steps)
+        fired = interrupted_at(count, family.step)
+        family.finish()
+        family.check()
+        if not fired:
+            assert count > 500
+            return
+
+
+@pytest.mark.parametrize(
+    ("name", "index"),
+    [("choices", None), ("choices", 0), ("choices", 2), ("beams", None), ("root", None)],
+)
+@pytest.mark.parametrize("num_steps", [0, 1, 3])
+def test_an_interrupt_at_any_line_of_an_abort_harms_nobody_else(num_steps, name, index):
+    for count in itertools.count(1 + num_steps, 13):
+        family = Family(num_steps)
+        fired = interrupted_at(count, lambda family=family: family.engine.abort(name, index))
+        family.finish()
+        parts = [part for part in family.parts.get(name, []) if name != "root"]
+        ends = [c.index for part in parts for c in part.outputs if c.finish_reason]
+        assert len(ends) == len(set(ends)), "a choice ended twice"
+        assert not any(part.finished for part in parts[:-1])
+        family.check(name)
+        if not fired:
+            return
+
+
+@pytest.mark.parametrize("method", ["add", "fork", "update_params"])
+def test_an_interrupt_at_any_line_of_other_calls_leaves_a_working_engine(method):
+    for count in itertools.count(1, 11):
+        family = Family(2)
+        engine = family.engine
+
+        def call(engine=engine, held=family.HELD):
+            if method == "add":
+                params = SamplingParams(n=2, max_tokens=3, temperature=0)
+                engine.add(Request(id="new", prompt_token_ids=[7, 8], sampling_params=params))
+            elif method == "fork":
+                engine.fork("root", "new", num_tokens=7, sampling_params=held)
+            else:
+                engine.update_params(0)
+
+        fired = interrupted_at(count, call)
+        family.finish()
+        family.check()
+        if "new" in family.parts:
+            new = merge_outputs(family.parts["new"]).outputs
+            expected = (
+                family.expected["right"] if method == "fork" else [expected_tokens([7, 8], 3)] * 2
+            )
+            assert [one.token_ids for one in new] == expected
+        if not fired:
+            assert count > 20
             return
 
 

@@ -22,6 +22,7 @@ COMMANDS = {
     "run": ("jaxserve.cli.run", "run", "generate text for prompts, or for the lines of a file"),
     "bench": ("jaxserve.cli.bench", "bench offline", "measure: replay a workload"),
     "replay": ("jaxserve.cli.schedule_replay", "replay", "run a schedule log again and compare"),
+    "simulate": ("jaxserve.cli.simulate", "simulate", "replay a trace on the scheduler alone"),
     "fetch": ("jaxserve.cli.fetch", "fetch NAME", "download a checkpoint by name"),
 }
 EXIT_OK, EXIT_SOME_FAILED, EXIT_COULD_NOT_RUN, EXIT_INTERRUPTED = 0, 1, 2, 130

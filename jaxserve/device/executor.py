@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxserve.device.page_moves import PageMoves
 from jaxserve.device.params import put_params
-from jaxserve.device.programs import ProgramTable
+from jaxserve.device.programs import Program, ProgramTable
 from jaxserve.device.step import Sampled, forward_inputs, sampling_rows
 from jaxserve.device.step_result import DeviceStep
 from jaxserve.device.step_shapes import StepShapes
@@ -86,6 +86,10 @@ class DeviceExecutor:
             raise RuntimeError("costs are measured by warm_up, which has not run")
         return self._costs
 
+    def list_programs(self) -> list[Program]:
+        """All that `warm_up` compiles, the slowest first."""
+        return [*self._shapes.programs(), *self._moves.list_programs()]
+
     def warm_up(self) -> None:
         """Compiles every program, makes the pages, runs each program once on padding alone, and
         measures `costs`.
@@ -93,7 +97,7 @@ class DeviceExecutor:
         One run of layers is enough for that: the others use the same program.
         """
         begin = time.monotonic()
-        self._programs.compile_all([*self._shapes.programs(), *self._moves.list_programs()])
+        self._programs.compile_all(self.list_programs())
         compiled = time.monotonic()
         self.reset()
         tokens, rows = self._shapes.buckets.tokens, self._shapes.buckets.rows

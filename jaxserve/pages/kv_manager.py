@@ -285,11 +285,20 @@ class KVManager:
         targets = table.row[first_page : len(host_pages.page_ids)].tolist()
         self._moves_in.extend(zip(wanted, targets, strict=True))
         self._read_by_moves.extend(wanted)
-        self.host.release(host_pages.page_ids[:first_page])
+        self._release_host(host_pages.page_ids[:first_page])
 
     def drop_host_pages(self, host_pages: HostPages) -> None:
         """Gives up what a sequence has in the host tier."""
-        self.host.release(host_pages.page_ids)
+        self._release_host(host_pages.page_ids)
+
+    def _release_host(self, page_ids: Sequence[int]) -> None:
+        """Frees host pages at once. What was to be moved there in the next step is forgotten: two
+        moves into one page would have no order.
+        """
+        if self._moves_out:
+            gone = set(page_ids)
+            self._moves_out = [move for move in self._moves_out if move[1] not in gone]
+        self.host.release(page_ids)
 
     def take_moves(self) -> PageMoves:
         """What has to be done before the next step; what it reads may be lent again after it."""

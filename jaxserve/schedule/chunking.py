@@ -4,6 +4,7 @@ Every running sequence gets at least one token in every step; the rest of the bu
 that have more to compute. Source: SARATHI (Agrawal et al., 2023), stall-free batching.
 """
 
+import math
 from collections.abc import Sequence as Several
 
 from jaxserve.schedule.buckets import Buckets
@@ -12,7 +13,7 @@ from jaxserve.schedule.queue import WaitingQueue
 from jaxserve.schedule.sequence import Sequence
 
 SMOOTHING = 0.3  # weight of the newest measurement
-FORGETTING = 0.995  # what is left of a refusal after another step
+FORGETTING = 0.995  # what is left, after another step, of the time of a step that was too slow
 
 
 def share_in_order(
@@ -90,17 +91,23 @@ class StepTimer:
         self._seconds[rung] = known + SMOOTHING * (seconds - known)
 
     def budget(self, target_s: float) -> int:
-        """The most tokens whose step is not known to take longer than `target_s`; the smallest rung
-        if all do. A rung that was never seen is tried once the one below it is fast enough, and one
+        """The largest rung whose step is known to take no longer than `target_s`, or the one above
+        it as long as that was never seen; the smallest if none is known to be fast enough. A rung
         that was too slow is tried again after a while.
         """
-        best = self._rungs[0]
-        for rung in self._rungs:
-            if self._seconds.get(rung, 0.0) > target_s:
-                self._seconds[rung] *= FORGETTING
-                break
-            best = rung
-        return best
+        fast = [self._seconds.get(rung, math.inf) <= target_s for rung in self._rungs]
+        if not any(fast):
+            return self._rungs[0]
+        best = max(index for index, is_fast in enumerate(fast) if is_fast)
+        if best + 1 == len(self._rungs):
+            return self._rungs[best]
+        above = self._rungs[best + 1]
+        if above not in self._seconds:
+            return above
+        self._seconds[above] *= FORGETTING
+        if self._seconds[above] <= target_s:
+            del self._seconds[above]
+        return self._rungs[best]
 
 
 class ChunkSizes:

@@ -48,19 +48,18 @@ class PrefixWait:
         tokens and has not computed it yet.
         """
         salt, size = seq.request.cache_salt, self._page_size
-        begin = end = -1
+        end = -1
         for other in running:
             first_missing = other.num_computed_tokens - other.num_computed_tokens % size
             if first_missing + size > min(len(other.token_ids), len(seq.token_ids)):
                 continue  # it fills no page that seq could use; true of most that decode
             if other.request.cache_salt != salt or other.token_ids[:1] != seq.token_ids[:1]:
                 continue
-            if begin < 0:
+            if end < 0:
                 cached = num_cached(seq)
-                begin = cached - cached % size
-                end = begin + size
-                if end > len(seq.token_ids):
-                    return False
+                end = cached + size
+                if cached % size or end > len(seq.token_ids):
+                    return False  # all of it is cached, or has no full page left
             if (
                 other.num_computed_tokens < end <= len(other.token_ids)
                 and other.token_ids[:end] == seq.token_ids[:end]

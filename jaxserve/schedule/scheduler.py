@@ -29,9 +29,11 @@ from jaxserve.schedule.batch import SampledTokens
 from jaxserve.schedule.buckets import Buckets
 from jaxserve.schedule.chunking import ChunkSizes
 from jaxserve.schedule.counters import SchedulerCounters
-from jaxserve.schedule.invariants import check_scheduler
+from jaxserve.schedule.entrance import Entrance
+from jaxserve.schedule.invariants import check_queues
+from jaxserve.schedule.parked import Parked
 from jaxserve.schedule.plan import ScheduledSlice, StepPlan, StepResult
-from jaxserve.schedule.preemption import MAX_PREEMPTIONS, PreemptionMode
+from jaxserve.schedule.preemption import PreemptionMode
 from jaxserve.schedule.prefix_wait import PrefixWait
 from jaxserve.schedule.queue import Policy, WaitingQueue
 from jaxserve.schedule.sequence import Candidates, Namespace, Sequence, Status
@@ -69,8 +71,15 @@ class Scheduler:
         self.waiting = WaitingQueue(policy)
         self.running: list[Sequence] = []
         self.held: list[Sequence] = []
-        self.parked: list[Sequence] = []  # held, or waiting with pages
+        self.parked = Parked(kv, self.counters)
         self.prefix_wait = PrefixWait(kv.page_size, self.counters)
+        self.entrance = Entrance(
+            kv=kv,
+            parked=self.parked,
+            policy=policy,
+            max_num_partial_prefills=chunk_sizes.max_num_partial_prefills,
+            namespace=self.namespace,
+        )
         self._weights_version = 0
 
     def has_work(self) -> bool:
@@ -80,7 +89,7 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queues a new sequence that owns nothing. Alone, it fits an empty pool."""
-        self._wait(seq)
+        self.waiting.push(seq)
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         """Queues a new sequence that begins with the first `num_tokens` tokens of another one and
@@ -96,22 +105,22 @@ class Scheduler:
         if shared > 0 and len(parent.page_table):
             child.page_table = self.kv.fork(parent.page_table, shared)
             child.num_computed_tokens = child.num_cached_tokens = shared
-            self.parked.append(child)
+            self.parked.add(child)
         self.counters.num_forks += 1
-        self._wait(child)
+        self.waiting.push(child)
 
     def hold(self, seq: Sequence) -> None:
         """Stops a running sequence; it keeps its pages as long as nobody needs them."""
         self.running.remove(seq)
         seq.status = Status.HELD
         self.held.append(seq)
-        self.parked.append(seq)
+        self.parked.add(seq)
 
     def resume(self, seq: Sequence) -> None:
         """Lets a held sequence go on."""
         self.held.remove(seq)
         seq.status = Status.PREEMPTED
-        self._wait(seq)
+        self.waiting.push(seq)
 
     def finish(self, seq: Sequence) -> None:
         """Ends a sequence in any state; its pages are free or cached at once."""
@@ -123,21 +132,8 @@ class Scheduler:
             self.held.remove(seq)
         else:
             self.waiting.remove(seq)
-        self._give_up_pages(seq)
+        self.parked.give_up_pages(seq)
         seq.status = Status.FINISHED
-
-    def _wait(self, seq: Sequence) -> None:
-        self.waiting.push(seq)
-
-    def _give_up_pages(self, seq: Sequence) -> None:
-        """Device and host pages, whatever it has; what is lost is computed again."""
-        if seq in self.parked:
-            self.parked.remove(seq)
-        self.kv.free(seq.page_table)
-        seq.num_computed_tokens = 0
-        if seq.host_pages is not None:
-            self.kv.drop_host_pages(seq.host_pages)
-            seq.host_pages = None
 
     def namespace(self, seq: Sequence) -> Namespace:
         """Whose cached pages a sequence may use."""
@@ -183,7 +179,7 @@ class Scheduler:
     def _make_room(self, seq: Sequence, num_tokens: int) -> bool:
         """Grows a running sequence's pages; False if it had to give way itself."""
         while not self.kv.grow(seq.page_table, num_tokens, seq.num_computed_tokens):
-            if self._give_up_parked():
+            if self.parked.give_up_newest():
                 continue
             victim = self.running[-1]
             if victim is seq and len(self.running) == 1:
@@ -194,24 +190,6 @@ class Scheduler:
             self._preempt(victim)
             if victim is seq:
                 return False
-        return True
-
-    def _give_up_parked(self, in_favour_of: Sequence | None = None) -> bool:
-        """Takes the pages of the newest held or parked sequence; False when there is none.
-
-        A newcomer gets those of newer ones and of finished ones that are held, and any when nothing
-        else runs.
-        """
-        parked = self.parked
-        if in_favour_of is not None:
-            parked = [seq for seq in parked if seq is not in_favour_of]
-            if self.running:
-                order = in_favour_of.order
-                parked = [seq for seq in parked if seq.order > order or seq.request.hold]
-        if not parked:
-            return False
-        self._give_up_pages(max(parked, key=lambda seq: seq.order))
-        self.counters.num_parked_given_up += 1
         return True
 
     def _preempt(self, victim: Sequence) -> None:
@@ -230,73 +208,49 @@ class Scheduler:
         victim.num_preemptions += 1
         victim.status = Status.PREEMPTED
         self.counters.num_preemptions += 1
-        self._wait(victim)
+        self.waiting.push(victim)
 
     def _admit_waiting(self, slices: list[ScheduledSlice], budget: int) -> int:
-        num_partial = sum(not one.num_samples for one in slices)
-        skipped: set[Sequence] = set()
+        """Lets waiting sequences run with what is left of the budget; returns what is left then."""
+        partial = [one.seq for one in slices if not one.num_samples]
+        passed: set[Sequence] = set()
         while self.waiting and budget > 0 and len(self.running) < self.buckets.max_num_seqs:
             if not self.gate.may_admit(len(self.running)):
                 break
-            candidates = self.waiting.candidates(self._num_cached)
-            seq = next((one for one in candidates if one not in skipped), None)
+            seq = self._next_in_line(passed)
             if seq is None:
                 break
-            if self.prefix_wait.must_wait(seq, self.running, self._num_cached):
-                if self.policy.in_order:
-                    break
-                skipped.add(seq)
-                continue
-            num_tokens = self._try_admit(seq, budget, num_partial)
-            if num_tokens == 0 and not self.running:
-                # Alone it fits, but perhaps not beside pages that it shares and has to copy.
-                self._give_up_pages(seq)
-                num_tokens = self._try_admit(seq, budget, num_partial, copy_last_page=False)
+            num_tokens = self.entrance.admit(seq, budget, self.running, partial)
             if num_tokens == 0:
                 break
+            self._start(seq)
             slices.append(_slice(seq, num_tokens))
-            num_partial += not slices[-1].num_samples
+            if not slices[-1].num_samples:
+                partial.append(seq)
             budget -= num_tokens
         return budget
 
-    def _num_cached(self, seq: Sequence) -> int:
-        if len(seq.page_table):
-            return seq.num_computed_tokens
-        return self.kv.peek(self.namespace(seq), seq.token_ids)
+    def _next_in_line(self, passed: set[Sequence]) -> Sequence | None:
+        """Whom to admit next. Who waits for pages that are on their way holds up the others, or is
+        passed, as the policy says.
+        """
+        for seq in self.waiting.candidates(self.entrance.num_cached):
+            if seq in passed:
+                continue
+            if not self._must_wait_for_prefix(seq):
+                return seq
+            if self.policy.in_order:
+                return None
+            passed.add(seq)
+        return None
 
-    def _try_admit(
-        self, seq: Sequence, budget: int, num_partial: int, copy_last_page: bool = True
-    ) -> int:
-        """Lets a waiting sequence run; returns its tokens in this step, 0 if it has to wait on."""
-        parked = len(seq.page_table) > 0
-        if not parked:
-            match = self.kv.match(self.namespace(seq), seq.token_ids, copy_last_page)
-            self.kv.adopt(seq.page_table, match)
-            seq.num_computed_tokens = match.num_tokens
-        num_matched_pages = len(seq.page_table)
-        swapped = seq.host_pages
-        if swapped is not None and not parked:
-            seq.num_computed_tokens = max(seq.num_computed_tokens, swapped.num_tokens)
-        num_tokens = min(seq.num_tokens_to_compute, budget)
-        is_partial = num_tokens < seq.num_tokens_to_compute
-        if (is_partial and num_partial >= self.chunk_sizes.max_num_partial_prefills) or not (
-            self._has_room_for(seq)
-        ):
-            if not parked:
-                self.kv.free(seq.page_table)
-                seq.num_computed_tokens = 0
-            return 0
-        begin = seq.num_computed_tokens
-        if not self.kv.grow(seq.page_table, begin + num_tokens, begin):
-            raise RuntimeError("pages seen available a moment ago are gone")
-        if swapped is not None:
-            self.kv.swap_in(seq.page_table, min(num_matched_pages, len(swapped.page_ids)), swapped)
-            seq.host_pages = None
-        self._start(seq, parked)
-        return num_tokens
+    def _must_wait_for_prefix(self, seq: Sequence) -> bool:
+        if self.kv.tree is None:
+            return False  # it would find nothing
+        return self.prefix_wait.must_wait(seq, self.running, self.entrance.num_cached)
 
-    def _start(self, seq: Sequence, parked: bool) -> None:
-        if parked:
+    def _start(self, seq: Sequence) -> None:
+        if seq in self.parked:
             self.parked.remove(seq)
         elif seq.status is Status.WAITING:
             # A resumed sequence goes on reporting what its first admission found.
@@ -311,27 +265,6 @@ class Scheduler:
         while position and self.policy.standing(self.running[position - 1]) > standing:
             position -= 1
         self.running.insert(position, seq)
-
-    def _has_room_for(self, seq: Sequence) -> bool:
-        """All its known tokens must fit beside one more page for each running sequence: a newcomer
-        that would be preempted at the next page border only wastes its own computation.
-
-        One that was preempted often is admitted for good: beside all that those who stand before it
-        may ever need.
-        """
-        begin = seq.num_computed_tokens
-        needed = self.kv.num_needed(seq.page_table, len(seq.token_ids), begin) + len(self.running)
-        if seq.num_preemptions >= MAX_PREEMPTIONS - 1:
-            standing = self.policy.standing(seq)
-            before = [s for s in self.running if self.policy.standing(s) < standing]
-            for_good = self.kv.num_needed(seq.page_table, seq.max_num_tokens, begin) + sum(
-                s.page_table.num_missing(s.max_num_tokens) for s in before
-            )
-            needed = max(needed, for_good)
-        while needed > self.kv.num_available_pages:
-            if not self._give_up_parked(in_favour_of=seq):
-                return False
-        return True
 
     def _use_leftover(self, slices: list[ScheduledSlice], budget: int) -> None:
         """Tokens that nobody else took make chunks longer, as far as pages allow."""
@@ -382,11 +315,11 @@ class Scheduler:
         """
         for seq in reversed(list(self.running)):
             self.running.remove(seq)
-            self._give_up_pages(seq)
+            self.parked.give_up_pages(seq)
             seq.status = Status.PREEMPTED
-            self._wait(seq)
+            self.waiting.push(seq)
         for seq in chain(self.waiting, self.held):
-            self._give_up_pages(seq)
+            self.parked.give_up_pages(seq)
         self.kv.clear_cache()
         self._weights_version += 1
 
@@ -396,7 +329,8 @@ class Scheduler:
         For after a step that was cut short, when queues and pages may be in any state.
         """
         self.kv.reset()
-        self.running, self.held, self.parked = [], [], []
+        self.running, self.held = [], []
+        self.parked.clear()
         self.waiting = WaitingQueue(self.policy)
         for seq in seqs:
             seq.page_table = self.kv.new_table()
@@ -407,11 +341,18 @@ class Scheduler:
                 continue
             if seq.status is not Status.WAITING:
                 seq.status = Status.PREEMPTED
-            self._wait(seq)
+            self.waiting.push(seq)
 
     def check_invariants(self) -> None:
         """Raises AssertionError when a queue or the pages are not as the module says."""
-        check_scheduler(self)
+        assert len(self.running) <= self.buckets.max_num_seqs
+        check_queues(
+            running=self.running,
+            waiting=self.waiting,
+            held=self.held,
+            parked=self.parked,
+            kv=self.kv,
+        )
 
 
 def _slice(seq: Sequence, num_tokens: int) -> ScheduledSlice:

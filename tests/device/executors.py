@@ -44,24 +44,27 @@ def make_executor(
     model: Path = TINY,
     *,
     kv_cache_dtype: str = "auto",
-    dtype: str = "float32",
+    layout: str = "split",
     num_host_pages: int = NUM_HOST_PAGES,
     check_batches: bool = False,
     steps: bool = True,
 ) -> DeviceExecutor:
-    """An executor with two runs of one layer each; warm, or without `steps` able to move pages only."""
-    params, config = load_params(open_checkpoint(model), jnp.dtype(dtype))
-    functions = build_model(config, jnp.dtype(dtype), AttentionKernel(backend="xla"))
+    """A warm executor with two runs of one layer each; without `steps` one that can move pages only,
+    with one run of two layers.
+    """
+    dtype = jnp.dtype(jnp.float32)
+    params, config = load_params(open_checkpoint(model), dtype)
+    functions = build_model(config, dtype, AttentionKernel(backend="xla"))
     shapes = StepShapes(
         model=functions,
         buckets=BUCKETS,
         num_pages=NUM_PAGES,
         page_size=PAGE_SIZE,
         max_pages=MAX_PAGES,
-        layout="split",
-        dtype=jnp.dtype(dtype),
+        layout=layout,
+        dtype=dtype,
         kv_dtype=jnp.dtype(KV_CACHE_DTYPES[kv_cache_dtype] or dtype),
-        layers_per_program=1,
+        layers_per_program=1 if steps else 2,
     )
     scales = None
     if is_8bit(shapes.kv_dtype):
@@ -83,9 +86,9 @@ def make_executor(
 
 
 @functools.cache
-def shared_pages(kv_cache_dtype: str) -> DeviceExecutor:
-    """Pages of that type without the programs of a step, which take long to compile."""
-    return make_executor(kv_cache_dtype=kv_cache_dtype, steps=False)
+def shared_pages(kv_cache_dtype: str, layout: str = "split") -> DeviceExecutor:
+    """Pages of that form without the programs of a step, which take long to compile."""
+    return make_executor(kv_cache_dtype=kv_cache_dtype, layout=layout, steps=False)
 
 
 @functools.cache

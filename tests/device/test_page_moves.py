@@ -23,6 +23,12 @@ from tests.device.executors import (
 )
 
 DTYPES = ("float32", "bfloat16", "int8", "fp8_e4m3")
+POOLS = [
+    *((dtype, "split") for dtype in DTYPES),
+    ("float32", "head_major"),
+    ("fp8_e4m3", "head_major"),
+    ("float32", "tpu"),
+]
 PROMPT = [5, 9, 200, 31, 7, 77, 450]
 
 
@@ -45,10 +51,10 @@ def assert_pages(executor, before, expected):
     np.testing.assert_array_equal(page_bits(executor)[:, 1:], wanted[:, 1:])
 
 
-@pytest.mark.parametrize("kv_cache_dtype", DTYPES)
+@pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize("count", [1, 3, MOVE_SIZES[-1], 2 * MOVE_SIZES[-1] + 3])
-def test_copies_are_exact_and_touch_nothing_else(kv_cache_dtype, count):
-    executor = shared_pages(kv_cache_dtype)
+def test_copies_are_exact_and_touch_nothing_else(pool, count):
+    executor = shared_pages(*pool)
     fill_pages(executor, seed=count)
     before = page_bits(executor)
     order = np.random.default_rng(count).permutation(NUM_PAGES - 1) + 1
@@ -57,10 +63,10 @@ def test_copies_are_exact_and_touch_nothing_else(kv_cache_dtype, count):
     assert_pages(executor, before, {target: source for source, target in copies})
 
 
-@pytest.mark.parametrize("kv_cache_dtype", DTYPES)
+@pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize("count", [1, 2 * MOVE_SIZES[-1] + 3])
-def test_pages_come_back_from_the_host_to_the_bit(kv_cache_dtype, count):
-    executor = shared_pages(kv_cache_dtype)
+def test_pages_come_back_from_the_host_to_the_bit(pool, count):
+    executor = shared_pages(*pool)
     fill_pages(executor, seed=count)
     before = page_bits(executor)
     pages = range(1, count + 1)
@@ -170,7 +176,7 @@ def test_pages_are_updated_in_place_and_nothing_compiles():
 @pytest.mark.parametrize("kv_cache_dtype", DTYPES)
 def test_no_program_takes_memory_like_a_pool(kv_cache_dtype):
     executor = shared_pages(kv_cache_dtype)
-    pool = sum(leaf.nbytes for leaf in executor._kv_pages[0].data)
+    pool = sum(leaf.nbytes for leaf in jax.tree.leaves(executor._kv_pages))
     kinds = [("copy_pages", n) for n in COPY_SIZES] + [
         (name, n) for name in ("gather_pages", "scatter_pages") for n in MOVE_SIZES
     ]

@@ -117,20 +117,18 @@ def test_logits_that_are_not_finite_mark_their_row_alone(options, bad):
 
 
 def test_a_row_belongs_to_the_slice_that_holds_its_token():
-    batch = make_batch(*SLICES)
-    assert batch.logit_rows[:2].tolist() == [0, 8]
-    rows = np.array([3, 9, 0, 0], np.int32), np.zeros(4, np.float32)
-    for bad, slice_at_fault in ((0, 0), (1, 3)):
+    batch = make_batch(*SLICES[:2], Slice([9], [3]), SLICES[3])
+    assert batch.logit_rows[:3].tolist() == [0, 2, 6]
+    rows = np.array([3, 9, 5, 0], np.int32), np.zeros(4, np.float32)
+    for bad, slice_at_fault in ((0, 0), (1, 2), (2, 3)):
         row_finite = np.arange(4) != bad
         found = sampled_tokens(batch, np.ones(4, bool), (*rows, row_finite), None)
         assert found.finite.tolist() == [i != slice_at_fault for i in range(4)]
-        assert found.token_ids.tolist() == [[3], [9]]
-        assert found.num_tokens.tolist() == [1, 1]
+        assert found.token_ids.tolist() == [[3], [9], [5]]
+        assert found.num_tokens.tolist() == [1, 1, 1]
     hidden_finite = np.array([True, False, True, True])
-    found = sampled_tokens(
-        batch, hidden_finite, (*rows, np.array([True, True, False, False])), None
-    )
-    assert found.finite.tolist() == hidden_finite.tolist()  # rows 2 and 3 are padding
+    found = sampled_tokens(batch, hidden_finite, (*rows, np.arange(4) < 3), None)
+    assert found.finite.tolist() == hidden_finite.tolist()  # row 3 is padding
 
 
 def test_a_step_that_samples_nothing_says_what_is_finite():

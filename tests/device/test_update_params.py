@@ -1,5 +1,7 @@
 """Other weights for a running executor."""
 
+import re
+
 import jax
 import numpy as np
 import pytest
@@ -32,14 +34,21 @@ def logprobs(executor):
 
 def expected(embedding, scale):
     checkpoint = open_checkpoint(untied_checkpoint())
-    tensors = dict(checkpoint.tensors()) | {NAMES["embed"]: embedding, NAMES["norm"]: scale}
+    tensors = {_swapped(name): array for name, array in checkpoint.tensors()}
+    tensors |= {NAMES["embed"]: embedding, NAMES["norm"]: scale}
     logits = numpy_llama.forward((checkpoint.config, tensors), PROMPT)[-1]
     return np.sort(numpy_llama.log_softmax(logits))[::-1][None, :64]
 
 
+def _swapped(name):
+    """The same tensor of the other of the two layers."""
+    return re.sub(r"layers\.([01])", lambda found: f"layers.{1 - int(found.group(1))}", name)
+
+
 def other_params():
-    """The same weights, but for other embeddings and an other last norm."""
+    """Other embeddings, another last norm, and the two layers in the other order."""
     found = params()
+    found["layers"] = {0: found["layers"][1], 1: found["layers"][0]}
     rng = np.random.default_rng(5)
     found["embed"]["embedding"] = _aligned(rng.normal(size=found["embed"]["embedding"].shape))
     found["norm"]["scale"] = _aligned(rng.normal(size=found["norm"]["scale"].shape))

@@ -1,0 +1,76 @@
+"""Pages of sequences that do not run: forks that wait for a slot, and held sequences. Used by the
+scheduler, which gives them up, the newest first, before anyone running is preempted.
+
+Invariant: every waiting or held sequence that owns device pages is parked.
+"""
+
+from collections.abc import Iterator
+
+from jaxserve.pages.kv_manager import KVManager
+from jaxserve.schedule.counters import SchedulerCounters
+from jaxserve.schedule.sequence import Sequence
+
+
+class Parked:
+    """The sequences whose pages may be taken.
+
+    Args:
+        kv: owner of the pages.
+        counters: where it is counted.
+    """
+
+    def __init__(self, kv: KVManager, counters: SchedulerCounters):
+        self._kv = kv
+        self._counters = counters
+        self._seqs: list[Sequence] = []
+
+    def __len__(self) -> int:
+        return len(self._seqs)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._seqs)
+
+    def __contains__(self, seq: Sequence) -> bool:
+        return seq in self._seqs
+
+    def add(self, seq: Sequence) -> None:
+        self._seqs.append(seq)
+
+    def remove(self, seq: Sequence) -> None:
+        """Leaves a sequence its pages: it runs now."""
+        self._seqs.remove(seq)
+
+    def clear(self) -> None:
+        """Forgets everyone, for after all pages were reset."""
+        self._seqs.clear()
+
+    def give_up_pages(self, seq: Sequence) -> None:
+        """Device and host pages of any sequence, whatever it has; what is lost is computed again."""
+        if seq in self._seqs:
+            self._seqs.remove(seq)
+        self._kv.free(seq.page_table)
+        seq.num_computed_tokens = 0
+        if seq.host_pages is not None:
+            self._kv.drop_host_pages(seq.host_pages)
+            seq.host_pages = None
+
+    def give_up_newest(self) -> bool:
+        """Takes the pages of the newest; False when there is none."""
+        return self._give_up_newest_of(self._seqs)
+
+    def give_up_for(self, newcomer: Sequence, nobody_runs: bool) -> bool:
+        """The same in favour of a sequence that waits. It gets the pages of newer ones and of ended
+        ones that are held, and any when nothing else runs.
+        """
+        order = newcomer.order
+        others = [seq for seq in self._seqs if seq is not newcomer]
+        if not nobody_runs:
+            others = [seq for seq in others if seq.order > order or seq.request.hold]
+        return self._give_up_newest_of(others)
+
+    def _give_up_newest_of(self, seqs: list[Sequence]) -> bool:
+        if not seqs:
+            return False
+        self.give_up_pages(max(seqs, key=lambda seq: seq.order))
+        self._counters.num_parked_given_up += 1
+        return True
