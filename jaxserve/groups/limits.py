@@ -21,7 +21,7 @@ class Limits:
     max_model_len: int
     num_slots: int
 
-    def output_budget(self, request: Request, prompt: Collection[int]) -> int:
+    def output_budget(self, request: Request, prompt: Several[int]) -> int:
         """Checks a request's prompt and returns how many tokens it may generate.
 
         Args:
