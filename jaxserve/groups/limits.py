@@ -1,6 +1,6 @@
 """What a request may hold: checked by the engine before anything is taken for it."""
 
-from collections.abc import Collection
+from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
 from jaxserve.errors import InvalidRequestError, shown
