@@ -1,5 +1,6 @@
 """The radix tree against a page-by-page model: what is known, who holds it, what goes first."""
 
+import random
 from array import array
 from dataclasses import dataclass
 
@@ -73,11 +74,15 @@ class Fold:
         self.prefixes -= gone
 
 
-class TreeMachine(RuleBasedStateMachine):
-    """Every operation on the tree and on a model that keeps one entry for each prefix."""
+class Checked:
+    """A tree and a model with one entry for each prefix; every operation is done on both.
 
-    @initialize(page_size=st.integers(1, 4), eviction=st.sampled_from(sorted(EVICTIONS)))
-    def start(self, page_size, eviction):
+    Args:
+        page_size: tokens a page.
+        eviction: a name in `EVICTIONS`.
+    """
+
+    def __init__(self, page_size: int, eviction: str):
         self.page_size = page_size
         self.key = MODEL_KEYS[eviction]
         self.fold = Fold(page_size)
@@ -162,7 +167,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     # Both.
 
-    def extend(self, index: int, tokens, priority: int, form: str) -> None:
+    def extend(self, index: int, tokens, priority: int, form: str = "array") -> None:
         """Extends the holder at `index` by `tokens` and moves it."""
         (namespace, before), node = self.holders[index]
         num_pages = len(tokens) // self.page_size
@@ -173,7 +178,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.holders[index] = ((namespace, whole), end)
         assert found == self.model_extend(namespace, whole, page_ids, priority)
 
-    def run(self, namespace, tokens, cut: int, priority: int, form: str) -> None:
+    def run(self, namespace, tokens, cut: int, priority: int, form: str = "array") -> None:
         """A request: a match of the first `cut` tokens, a lock, and what it computes after."""
         match = self.tree.match(namespace, FORMATS[form](tokens[:cut]))
         self.tree.lock(match.node)
@@ -182,60 +187,22 @@ class TreeMachine(RuleBasedStateMachine):
         self.holders.append(((namespace, tuple(tokens[:num_matched])), match.node))
         self.extend(len(self.holders) - 1, tokens[num_matched:], priority, form)
 
-    @rule(
-        namespace=st.sampled_from(NAMESPACES),
-        last_tokens=LAST_TOKENS,
-        num_matched=st.integers(0, 5),
-        priority=PRIORITIES,
-        form=st.sampled_from(sorted(FORMATS)),
-    )
-    def run_new(self, namespace, last_tokens, num_matched, priority, form):
-        tokens = self.tokens(last_tokens)
-        self.run(namespace, tokens, num_matched * self.page_size, priority, form)
-
-    @precondition(lambda self: self.pages)
-    @rule(data=st.data(), last_tokens=LAST_TOKENS, priority=PRIORITIES, stays=st.booleans())
-    def run_again(self, data, last_tokens, priority, stays):
-        """A request that begins with what is known, and may end at once."""
-        namespace, tokens = data.draw(st.sampled_from(list(self.pages)))
-        more = self.tokens(last_tokens)
-        self.run(namespace, [*tokens, *more], len(tokens), priority, "array")
-        if not stays:
-            self.tree.unlock(self.holders.pop()[1])
-
-    @precondition(lambda self: self.holders)
-    @rule(data=st.data(), last_tokens=LAST_TOKENS, priority=PRIORITIES)
-    def run_on(self, data, last_tokens, priority):
-        index = data.draw(st.integers(0, len(self.holders) - 1))
-        self.extend(index, self.tokens(last_tokens), priority, "array")
-
-    @precondition(lambda self: self.holders)
-    @rule(data=st.data())
-    def fork(self, data):
-        (namespace, tokens), node = data.draw(st.sampled_from(self.holders))
-        num_pages = data.draw(st.integers(0, len(tokens) // self.page_size))
+    def fork(self, index: int, num_pages: int) -> None:
+        (namespace, tokens), node = self.holders[index]
         above = self.tree.ancestor(node, num_pages)
         self.tree.lock(above)
         self.holders.append(((namespace, tokens[: num_pages * self.page_size]), above))
 
-    @precondition(lambda self: self.holders)
-    @rule(data=st.data(), num_finished=st.integers(1, 4))
-    def finish(self, data, num_finished):
-        for _ in range(min(num_finished, len(self.holders))):
-            index = data.draw(st.integers(0, len(self.holders) - 1))
-            self.tree.unlock(self.holders.pop(index)[1])
+    def finish(self, index: int) -> None:
+        self.tree.unlock(self.holders.pop(index)[1])
 
-    @rule(num_pages=st.sampled_from([0, 1, 1, 1, 2, 3, 9]))
-    def evict(self, num_pages):
+    def evict(self, num_pages: int) -> None:
         assert sorted(self.tree.evict(num_pages)) == sorted(self.model_evict(num_pages))
 
-    @rule(namespace=st.sampled_from(NAMESPACES), last_tokens=LAST_TOKENS)
-    def peek(self, namespace, last_tokens):
-        tokens = self.tokens(last_tokens)
+    def peek(self, namespace, tokens) -> None:
         assert self.tree.peek(namespace, tokens) == self.num_known(namespace, tokens)
 
-    @rule()
-    def clear(self):
+    def clear(self) -> None:
         if self.holders:
             with pytest.raises(RuntimeError, match="unlock them before clear"):
                 self.tree.clear()
@@ -245,8 +212,7 @@ class TreeMachine(RuleBasedStateMachine):
             assert self.tree.num_namespaces == 0
             self.pages.clear()
 
-    @invariant()
-    def agrees_with_the_model(self):
+    def check(self) -> None:
         self.tree.check_invariants()
         assert self.tree.num_pages == len(self.pages)
         assert self.tree.num_unlocked == sum(not self.num_locks(p) for p in self.pages)
@@ -259,8 +225,89 @@ class TreeMachine(RuleBasedStateMachine):
             assert node.prefix_page_ids() == [self.pages[p].page_id for p in path]
 
 
+class TreeMachine(RuleBasedStateMachine):
+    """Short histories, chosen and shortened by hypothesis."""
+
+    @initialize(page_size=st.integers(1, 4), eviction=st.sampled_from(sorted(EVICTIONS)))
+    def start(self, page_size, eviction):
+        self.both = Checked(page_size, eviction)
+
+    @rule(
+        namespace=st.sampled_from(NAMESPACES),
+        last_tokens=LAST_TOKENS,
+        num_matched=st.integers(0, 5),
+        priority=PRIORITIES,
+        form=st.sampled_from(sorted(FORMATS)),
+    )
+    def run_new(self, namespace, last_tokens, num_matched, priority, form):
+        tokens = self.both.tokens(last_tokens)
+        self.both.run(namespace, tokens, num_matched * self.both.page_size, priority, form)
+
+    @precondition(lambda self: self.both.holders)
+    @rule(data=st.data(), last_tokens=LAST_TOKENS, priority=PRIORITIES)
+    def run_on(self, data, last_tokens, priority):
+        index = data.draw(st.integers(0, len(self.both.holders) - 1))
+        self.both.extend(index, self.both.tokens(last_tokens), priority)
+
+    @precondition(lambda self: self.both.holders)
+    @rule(data=st.data())
+    def fork(self, data):
+        index = data.draw(st.integers(0, len(self.both.holders) - 1))
+        most = self.both.holders[index][1].num_prefix_pages
+        self.both.fork(index, data.draw(st.integers(0, most)))
+
+    @precondition(lambda self: self.both.holders)
+    @rule(data=st.data())
+    def finish(self, data):
+        self.both.finish(data.draw(st.integers(0, len(self.both.holders) - 1)))
+
+    @rule(num_pages=st.integers(0, 6))
+    def evict(self, num_pages):
+        self.both.evict(num_pages)
+
+    @rule(namespace=st.sampled_from(NAMESPACES), last_tokens=LAST_TOKENS)
+    def peek(self, namespace, last_tokens):
+        self.both.peek(namespace, self.both.tokens(last_tokens))
+
+    @rule()
+    def clear(self):
+        self.both.clear()
+
+    @invariant()
+    def check(self):
+        self.both.check()
+
+
 TestTreeMachine = TreeMachine.TestCase
-TestTreeMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestTreeMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+@pytest.mark.parametrize("page_size", [1, 3])
+@pytest.mark.parametrize("eviction", sorted(EVICTIONS))
+def test_long_histories(eviction, page_size):
+    """Full trees, in which most leaves were used again since they could first go."""
+    both = Checked(page_size, eviction)
+    rng = random.Random(f"{eviction} {page_size}")
+
+    def new_tokens() -> list[int]:
+        return both.tokens(rng.choices([0, 1, 256], k=rng.randrange(5)))
+
+    for _ in range(300):
+        namespace, known = rng.choice([*both.pages, (rng.choice(NAMESPACES), ())])
+        tokens = [*known, *new_tokens()]
+        both.peek(namespace, tokens)
+        both.run(namespace, tokens, rng.choice([0, len(known), len(tokens)]), rng.randint(-1, 2))
+        if rng.random() < 0.3:
+            both.extend(rng.randrange(len(both.holders)), new_tokens(), rng.randint(-1, 2))
+        if rng.random() < 0.2:
+            index = rng.randrange(len(both.holders))
+            both.fork(index, rng.randint(0, both.holders[index][1].num_prefix_pages))
+        while len(both.holders) > rng.randrange(8):
+            both.finish(rng.randrange(len(both.holders)))
+        both.check()
+        while len(both.pages) > rng.randrange(20, 60) and both.tree.num_unlocked:
+            both.evict(rng.randint(1, 4))
+            both.check()
 
 
 def insert(tree: RadixTree, tokens, first_page_id: int, *, namespace=None, priority=0) -> RadixNode:
