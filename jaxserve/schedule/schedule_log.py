@@ -20,7 +20,7 @@ key:
 
 What is empty is left out. `pages` and `tokens` are there for what a reader cannot know: pages that
 are not as in the sequence's last slice, and tokens that are neither from its prompt nor sampled in
-its last slice (the choice among beams). So beams, forks, aborts and steps that were cut short need no
+its slices before (the choice among beams). So beams, forks, aborts and steps that were cut short need no
 lines of their own. A beam's outcome is its candidates, best first. A slice fails when hidden states or
 logits are NaN or infinite.
 """
@@ -168,20 +168,17 @@ class ScheduleLogWriter:
     def _news(self, step: StepRecord) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
         """What a reader does not know yet of a step's page tables and tokens, by sequence."""
         table = step.batch.page_table.reshape(len(step.batch.kv_lens), -1)
-        token_ids = array("i", step.batch.token_ids.tobytes())
         pages: dict[int, list[int]] = {}
         tokens: dict[int, list[int]] = {}
-        begin = 0
         for row, one in enumerate(step.plan.slices):
             told = self._told.get(one.seq) or self._introduce(one)
-            end = begin + one.num_tokens
             new_pages = _tell_pages(told, table[row])
             if new_pages:
                 pages[told.number] = new_pages
-            new_tokens = _tell_tokens(told, one.start, token_ids[begin:end])
+            new_tokens = _tell_tokens(told, one)
             if new_tokens:
                 tokens[told.number] = new_tokens
-            begin = end
+            cut_at_sample(told.token_ids, one)
         return pages, tokens
 
     def _introduce(self, one: ScheduledSlice) -> _Told:
@@ -228,12 +225,18 @@ def _tell_pages(told: _Told, row: np.ndarray) -> list[int]:
     return [first, *row[first:].tolist()]
 
 
-def _tell_tokens(told: _Told, start: int, ids: array) -> list[int]:
-    """[start, token ids of a slice], if they are not those told before; else empty."""
-    if told.token_ids[start : start + len(ids)] == ids:
+def _tell_tokens(told: _Told, one: ScheduledSlice) -> list[int]:
+    """[start, token ids of a slice], if they are not those told before; else empty.
+
+    They begin earlier where tokens before the slice were never told: a beam may find in the cache
+    what another one computed.
+    """
+    first, stop = min(one.start, len(told.token_ids)), one.start + one.num_tokens
+    ids = one.seq.token_ids[first:stop]
+    if told.token_ids[first:stop] == ids:
         return []
-    told.token_ids[start : start + len(ids)] = ids
-    return [start, *ids.tolist()]
+    told.token_ids[first:stop] = ids
+    return [first, *ids.tolist()]
 
 
 def outcomes(plan: StepPlan, sampled: SampledTokens) -> list[list[int] | None]:
@@ -254,6 +257,14 @@ def outcomes(plan: StepPlan, sampled: SampledTokens) -> list[list[int] | None]:
             found.append(sampled.token_ids[row, : sampled.num_tokens[row]].tolist())
         row += one.num_samples
     return found
+
+
+def cut_at_sample(token_ids: array, one: ScheduledSlice) -> None:
+    """Drops what was known behind a slice that samples: after a step that was cut short it is not
+    any more.
+    """
+    if one.num_samples:
+        del token_ids[one.start + one.num_tokens :]
 
 
 def take_outcome(token_ids: array, one: ScheduledSlice, ids: list[int] | None) -> None:
