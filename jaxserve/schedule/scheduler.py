@@ -269,13 +269,14 @@ class Scheduler:
     def _use_leftover(self, slices: list[ScheduledSlice], budget: int) -> None:
         """Tokens that nobody else took make chunks longer, as far as pages allow."""
         for index, one in enumerate(slices):
-            rest = one.seq.num_tokens_to_compute - one.num_tokens
-            extra = min(rest, budget)
-            if extra > 0 and self.kv.grow(
-                one.seq.page_table, one.start + one.num_tokens + extra, one.start
-            ):
-                slices[index] = _slice(one.seq, one.num_tokens + extra)
-                budget -= extra
+            if budget <= 0:
+                return
+            if one.num_samples:
+                continue  # it computes all that it has
+            num_tokens = min(one.seq.num_tokens_to_compute, one.num_tokens + budget)
+            if self.kv.grow(one.seq.page_table, one.start + num_tokens, one.start):
+                slices[index] = _slice(one.seq, num_tokens)
+                budget -= num_tokens - one.num_tokens
 
     def update(self, plan: StepPlan, sampled: SampledTokens) -> StepResult:
         """Takes in a step's result: progress, pages for others to find, and the sampled tokens.
@@ -285,21 +286,29 @@ class Scheduler:
             failed (the engine ends them).
         """
         result = StepResult([], [])
+        # All at once: taking numbers out of an array one by one is slow.
+        token_ids, logprobs = sampled.token_ids.tolist(), sampled.logprobs.tolist()
+        num_sampled, finite = sampled.num_tokens.tolist(), sampled.finite.tolist()
         row = 0
         for index, one in enumerate(plan.slices):
             seq, first_row = one.seq, row
             row += one.num_samples
             seq.num_iterations += 1
-            if not sampled.finite[index]:
+            if not finite[index]:
                 result.failed.append(seq)
                 continue
             seq.num_computed_tokens += one.num_tokens
             self.kv.record(
                 seq.page_table, seq.token_ids, seq.num_computed_tokens, seq.request.priority
             )
-            if one.num_samples:
-                _take_row(seq, sampled, first_row)
-                result.advanced.append(seq)
+            if not one.num_samples:
+                continue
+            if seq.wants_candidates:
+                seq.candidates = _candidates_of_row(sampled, first_row)
+            else:
+                for m in range(num_sampled[first_row]):
+                    seq.append(token_ids[first_row][m], logprobs[first_row][m])
+            result.advanced.append(seq)
         self.counters.observe(plan)
         return result
 
@@ -360,11 +369,7 @@ def _slice(seq: Sequence, num_tokens: int) -> ScheduledSlice:
     return ScheduledSlice(seq, seq.num_computed_tokens, num_tokens, int(reaches_end))
 
 
-def _take_row(seq: Sequence, sampled: SampledTokens, row: int) -> None:
-    if seq.wants_candidates:
-        assert sampled.candidate_ids is not None
-        assert sampled.candidate_logprobs is not None
-        seq.candidates = Candidates(sampled.candidate_ids[row], sampled.candidate_logprobs[row])
-        return
-    for m in range(sampled.num_tokens[row]):
-        seq.append(int(sampled.token_ids[row, m]), float(sampled.logprobs[row, m]))
+def _candidates_of_row(sampled: SampledTokens, row: int) -> Candidates:
+    assert sampled.candidate_ids is not None
+    assert sampled.candidate_logprobs is not None
+    return Candidates(sampled.candidate_ids[row], sampled.candidate_logprobs[row])
