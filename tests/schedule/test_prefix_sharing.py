@@ -266,3 +266,22 @@ def test_static_scheduling_forms_its_batch_though_its_members_wait_for_a_prefix(
     assert len(run.ids_running()) == num_members
     run.drain()
     run.check_outputs()
+
+
+def test_waiting_for_room_beside_a_cached_prefix_is_one_hit():
+    """However many steps it looks for room: eviction by hits would else keep what is wanted once."""
+    run = Run(make_engine(num_pages=18, max_model_len=64, eviction="lfu"))
+    run.add("cold", range(16), 1)
+    run.drain()
+    run.add("hog", range(100, 128), 24)
+    run.step()
+    run.add("blocked", range(40), 2)
+    run.step(8)
+    assert run.ids_waiting() == ["blocked"]
+    tree = run.engine.scheduler.kv.tree
+    namespace = run.engine.scheduler.namespace(run.sequence("blocked"))
+    hits = tree.match(namespace, list(range(16))).node.num_hits
+    run.drain()
+    run.check_outputs()
+    assert (hits, num_cached(run, "blocked")) == (0, 16)
+    assert tree.match(namespace, list(range(16))).node.num_hits == 1
