@@ -21,6 +21,7 @@ Invariants (`check_invariants`):
 """
 
 from collections.abc import Iterable
+from functools import cache
 from itertools import chain
 
 from jaxserve.pages.kv_manager import KVManager
@@ -35,7 +36,7 @@ from jaxserve.schedule.parked import Parked
 from jaxserve.schedule.plan import ScheduledSlice, StepPlan, StepResult
 from jaxserve.schedule.preemption import PreemptionMode
 from jaxserve.schedule.prefix_wait import PrefixWait
-from jaxserve.schedule.queue import Policy, WaitingQueue
+from jaxserve.schedule.queue import NumCached, Policy, WaitingQueue
 from jaxserve.schedule.sequence import Candidates, Namespace, Sequence, Status
 
 
@@ -214,10 +215,11 @@ class Scheduler:
         """Lets waiting sequences run with what is left of the budget; returns what is left then."""
         partial = [one.seq for one in slices if not one.num_samples]
         passed: set[Sequence] = set()
+        num_cached = cache(self.entrance.num_cached)  # looked up once a step, however many join
         while self.waiting and budget > 0 and len(self.running) < self.buckets.max_num_seqs:
             if not self.gate.may_admit(len(self.running)):
                 break
-            seq = self._next_in_line(passed)
+            seq = self._next_in_line(passed, num_cached)
             if seq is None:
                 break
             num_tokens = self.entrance.admit(seq, budget, self.running, partial)
@@ -230,24 +232,22 @@ class Scheduler:
             budget -= num_tokens
         return budget
 
-    def _next_in_line(self, passed: set[Sequence]) -> Sequence | None:
+    def _next_in_line(self, passed: set[Sequence], num_cached: NumCached) -> Sequence | None:
         """Whom to admit next. Who waits for pages that are on their way holds up the others, or is
         passed, as the policy says.
         """
-        for seq in self.waiting.candidates(self.entrance.num_cached):
+        for seq in self.waiting.candidates(num_cached):
             if seq in passed:
                 continue
-            if not self._must_wait_for_prefix(seq):
+            # Without a tree it would find nothing.
+            if self.kv.tree is None or not self.prefix_wait.must_wait(
+                seq, self.running, num_cached
+            ):
                 return seq
             if self.policy.in_order:
                 return None
             passed.add(seq)
         return None
-
-    def _must_wait_for_prefix(self, seq: Sequence) -> bool:
-        if self.kv.tree is None:
-            return False  # it would find nothing
-        return self.prefix_wait.must_wait(seq, self.running, self.entrance.num_cached)
 
     def _start(self, seq: Sequence) -> None:
         if seq in self.parked:
