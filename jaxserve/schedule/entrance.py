@@ -116,7 +116,8 @@ class Entrance:
     ) -> int:
         """Its known tokens must fit beside those of the running ones and one more page for each of
         them: a newcomer that would be preempted at the next page border only wastes its own
-        computation.
+        computation. That page also makes up for what a running one's copy still reads, which counts
+        as available and cannot be lent in this step.
         """
         known = self._kv.num_needed(seq.page_table, len(seq.token_ids), seq.num_computed_tokens)
         promised = sum(one.page_table.num_missing(len(one.token_ids)) for one in partial)
