@@ -175,19 +175,14 @@ def _read_mooncake(path: Path, file: Iterable[str]) -> Iterator[tuple[_Line, Tra
         if not text.strip():
             continue
         record = _json_object(line, text)
-        timestamp = record.get("timestamp")
-        is_number = isinstance(timestamp, int | float) and not isinstance(timestamp, bool)
-        if not is_number or not 0 <= timestamp <= 2**53:
-            raise line.error(
-                f"timestamp must be milliseconds in [0, 2**53], got {shown(timestamp)}"
-            )
-        first_ms = timestamp if first_ms is None else first_ms
+        timestamp_ms = _milliseconds(line, record.get("timestamp"))
+        first_ms = timestamp_ms if first_ms is None else first_ms
         length = line.integer("input_length", record.get("input_length"), 1)
         yield (
             line,
             TraceRequest(
                 index=index,
-                arrival_s=(timestamp - first_ms) / 1000,
+                arrival_s=(timestamp_ms - first_ms) / 1000,
                 num_prompt_tokens=length,
                 num_output_tokens=line.integer("output_length", record.get("output_length"), 1),
                 blocks=_block_numbers(line, record.get("hash_ids"), length, numbers),
@@ -204,6 +199,13 @@ def _json_object(line: _Line, text: str) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise line.error(f"must be a JSON object, got {shown(record)}")
     return record
+
+
+def _milliseconds(line: _Line, value: Any) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (is_number and 0 <= value <= 2**53):
+        raise line.error(f"timestamp must be milliseconds in [0, 2**53], got {shown(value)}")
+    return value
 
 
 def _block_numbers(line: _Line, ids: object, length: int, numbers: dict[int, int]) -> np.ndarray:

@@ -24,6 +24,7 @@ def build_scheduler(
     num_host_pages: int = 0,
     costs: StepCosts | None = None,
     kv: KVManager | None = None,
+    whole_prompts: bool = False,
 ) -> Scheduler:
     """A scheduler over an empty pool.
 
@@ -36,6 +37,8 @@ def build_scheduler(
         num_host_pages: pages in host RAM to swap to; 0 = none.
         costs: what preemption_mode "auto" compares when there are host pages.
         kv: another owner of pages than the usual one, for comparisons.
+        whole_prompts: never cut a prompt into chunks, for comparisons: the token budget must hold any
+            prompt beside a token for everybody else.
 
     Raises:
         ConfigError: preemption_mode "swap" without host pages.
@@ -59,19 +62,20 @@ def build_scheduler(
         buckets=buckets,
         gate=GATES[config.scheduling](),
         policy=POLICIES[config.admission](),
-        chunk_sizes=_chunk_sizes(config, buckets),
+        chunk_sizes=_chunk_sizes(config, buckets, whole_prompts),
         preemption=PreemptionMode(mode, costs),
     )
 
 
-def _chunk_sizes(config: SchedulerConfig, buckets: Buckets) -> ChunkSizes:
+def _chunk_sizes(config: SchedulerConfig, buckets: Buckets, whole_prompts: bool) -> ChunkSizes:
     short_first = config.admission == "short_first"
     default_partial = buckets.max_num_seqs if short_first else 2
+    max_num_partial = config.max_num_partial_prefills or default_partial
     default_threshold = max(1, buckets.max_num_batched_tokens * 3 // 4)
     return ChunkSizes(
         buckets,
         short_first=short_first,
-        max_num_partial_prefills=config.max_num_partial_prefills or default_partial,
+        max_num_partial_prefills=0 if whole_prompts else max_num_partial,
         long_prefill_token_threshold=config.long_prefill_token_threshold or default_threshold,
         target_itl_s=config.target_itl_s,
     )

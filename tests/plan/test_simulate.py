@@ -213,18 +213,18 @@ def test_a_trace_without_blocks_has_no_block_hit_rate():
 ARMS = {
     "plain": {},
     "no cache": {"cache": {"enable_prefix_caching": False}},
-    "tight": {"cache": {"num_pages": 620}},
+    "tight": {"cache": {"num_pages": 280}},
     "tight swap": {
-        "cache": {"num_pages": 620, "host_kv_gib": 200.0},
+        "cache": {"num_pages": 280, "host_kv_gib": 200.0},
         "scheduler": {"preemption_mode": "swap"},
     },
-    "tight auto": {"cache": {"num_pages": 620, "host_kv_gib": 20.0}},
+    "tight auto": {"cache": {"num_pages": 280, "host_kv_gib": 20.0}},
     "static": {"scheduler": {"scheduling": "static", "max_num_seqs": 8}},
     "whole": {"chunked_prefill": False},
     "lpm": {"scheduler": {"admission": "lpm"}},
     "priority": {"scheduler": {"admission": "priority"}},
     "short_first": {"scheduler": {"admission": "short_first"}},
-    "tight lfu": {"cache": {"num_pages": 620, "eviction": "lfu"}},
+    "tight lfu": {"cache": {"num_pages": 280, "eviction": "lfu"}},
     "target": {"scheduler": {"target_itl_s": 0.02}},
     "max": {"allocator": "contiguous_max", "cache": {"enable_prefix_caching": False}},
     "pow2": {"allocator": "contiguous_pow2", "cache": {"enable_prefix_caching": False}},
@@ -234,11 +234,11 @@ ARMS = {
 @pytest.fixture(scope="module")
 def short() -> Trace:
     """Requests of the conversation slice that a small pool can hold, at once and with short outputs."""
-    trace = read_trace(DATA / TRACES[0], "mooncake", max_requests=120)
-    fitting = (one for one in trace.requests if one.num_prompt_tokens < 8000)
+    trace = read_trace(DATA / TRACES[0], "mooncake", max_requests=200)
+    fitting = (one for one in trace.requests if one.num_prompt_tokens < 4000)
     requests = [
         dataclasses.replace(
-            one, index=i, num_output_tokens=min(one.num_output_tokens, 60), arrival_s=i / 20
+            one, index=i, num_output_tokens=min(one.num_output_tokens, 200), arrival_s=i / 20
         )
         for i, one in enumerate(itertools.islice(fitting, 40))
     ]

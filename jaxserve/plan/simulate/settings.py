@@ -158,10 +158,8 @@ def build_setup(config: SimulationConfig, trace: Trace) -> Setup:
         num_host_pages=int(config.cache.host_kv_gib * GIB // host_page_bytes),
         costs=costs,
         kv=_contiguous_kv(config, num_pages, max_model_len),
+        whole_prompts=not config.chunked_prefill,
     )
-    if not config.chunked_prefill:
-        # No setting of an engine, whose budget need not hold every prompt: it would wait for ever.
-        scheduler.chunk_sizes.max_num_partial_prefills = 0
     return Setup(
         scheduler=scheduler,
         roofline=roofline,
