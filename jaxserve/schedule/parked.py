@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from jaxserve.pages.kv_manager import KVManager
 from jaxserve.schedule.counters import SchedulerCounters
-from jaxserve.schedule.sequence import Sequence
+from jaxserve.schedule.sequence import Sequence, Status
 
 
 class Parked:
@@ -65,7 +65,7 @@ class Parked:
         order = newcomer.order
         others = [seq for seq in self._seqs if seq is not newcomer]
         if not nobody_runs:
-            others = [seq for seq in others if seq.order > order or seq.request.hold]
+            others = [seq for seq in others if seq.order > order or _has_ended(seq)]
         return self._give_up_newest_of(others)
 
     def _give_up_newest_of(self, seqs: list[Sequence]) -> bool:
@@ -74,3 +74,8 @@ class Parked:
         self.give_up_pages(max(seqs, key=lambda seq: seq.order))
         self._counters.num_parked_given_up += 1
         return True
+
+
+def _has_ended(seq: Sequence) -> bool:
+    """Whether it is only kept to be forked; a held beam, say, will go on."""
+    return seq.status is Status.HELD and seq.request.hold
