@@ -12,11 +12,13 @@ if TYPE_CHECKING:
     from jaxserve.engine import Engine
     from jaxserve.llm import LLM
     from jaxserve.model_config import ModelConfig
-    from jaxserve.request import Request, RequestOutput, SamplingParams
+    from jaxserve.request import Request, RequestOutput
+    from jaxserve.sampling_params import BeamParams, SamplingParams
 
 __version__ = "0.1.0"
 
 _HOME_OF = {
+    "BeamParams": "jaxserve.sampling_params",
     "CacheConfig": "jaxserve.config",
     "Engine": "jaxserve.engine",
     "EngineConfig": "jaxserve.config",
@@ -25,13 +27,14 @@ _HOME_OF = {
     "ModelConfig": "jaxserve.model_config",
     "Request": "jaxserve.request",
     "RequestOutput": "jaxserve.request",
-    "SamplingParams": "jaxserve.request",
+    "SamplingParams": "jaxserve.sampling_params",
     "SchedulerConfig": "jaxserve.config",
     "build_engine": "jaxserve.build",
     "load_model": "jaxserve.build",
 }
 __all__ = [
     "LLM",
+    "BeamParams",
     "CacheConfig",
     "Engine",
     "EngineConfig",

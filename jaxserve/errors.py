@@ -33,16 +33,16 @@ class CheckpointError(JaxserveError):
     """
 
 
-class InvalidRequestError(JaxserveError, ValueError):
-    """One request is at fault; nothing was allocated for it and no other request is disturbed.
+class RequestError(JaxserveError):
+    """One request has no answer; no other request is disturbed.
 
     Args:
-        message: names the field, its value and the limit.
-        param: the request field at fault, or None when it is the request as a whole.
+        message: what a user needs to know.
+        param: the request field at fault, or None when it is none or the request as a whole.
         code: a short machine-readable reason such as "context_length_exceeded", or None.
     """
 
-    type = "invalid_request_error"
+    type = "server_error"
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None):
         super().__init__(message)
@@ -58,3 +58,15 @@ class InvalidRequestError(JaxserveError, ValueError):
             "param": self.param,
             "code": self.code,
         }
+
+
+class InvalidRequestError(RequestError, ValueError):
+    """The request is at fault; nothing was allocated for it. The message names the field, its value
+    and the limit.
+    """
+
+    type = "invalid_request_error"
+
+
+class NonFiniteError(RequestError):
+    """The model computed something that is no finite number; the request is not at fault."""

@@ -10,13 +10,15 @@ It owns a tokenizer and an `Engine`; `add` and `step` are the same loop in the o
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from numbers import Integral
 
 from jaxserve.build import StartupTimes, build_engine, load_model
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
 from jaxserve.errors import InvalidRequestError, shown
-from jaxserve.request import Request, RequestOutput, SamplingParams, merge_outputs
+from jaxserve.request import CacheSalt, Request, RequestOutput, merge_outputs
+from jaxserve.sampling_params import BeamParams, SamplingParams
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.text.watcher import StopWatcher, TokenWatcher
 
@@ -73,25 +75,49 @@ class LLM:
         """Token ids of a conversation through the chat template, ready for the assistant's turn."""
         return self.tokenizer.encode_chat(messages)
 
-    def add(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+    def add(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | CacheSalt | None = None,
+    ) -> None:
         """Queues one request; its outputs come out of `step`.
+
+        Args:
+            request_id: unique among those in flight.
+            prompt_token_ids: its prompt.
+            params: how to decode it.
+            priority, cache_salt: as in `Request`.
 
         Raises:
             InvalidRequestError: the request is at fault; nothing was queued.
         """
-        request = Request(id=request_id, prompt_token_ids=prompt_token_ids, sampling_params=params)
-        self.engine.add(request, self._watcher(params))
+        request = Request(
+            id=request_id,
+            prompt_token_ids=prompt_token_ids,
+            sampling_params=params,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        self.engine.add(request, self._watchers(params))
         self._num_added += 1
 
-    def _watcher(self, params: SamplingParams) -> TokenWatcher | None:
+    def _watchers(self, params: SamplingParams) -> list[TokenWatcher] | None:
+        """One for each choice."""
         if self._tokenizer is None:
             return None  # the engine refuses stop strings by name
-        return StopWatcher(
-            self._tokenizer,
-            stop=params.stop,
-            include_stop_str_in_output=params.include_stop_str_in_output,
-            skip_special_tokens=params.skip_special_tokens,
-        )
+        return [
+            StopWatcher(
+                self._tokenizer,
+                stop=params.stop,
+                include_stop_str_in_output=params.include_stop_str_in_output,
+                skip_special_tokens=params.skip_special_tokens,
+            )
+            for _ in range(params.n)
+        ]
 
     def has_work(self) -> bool:
         """Whether `step` has something to do or to hand out."""
@@ -130,13 +156,50 @@ class LLM:
             sampling_params: one for all, or one per prompt; None = the defaults.
 
         Returns:
-            One whole `RequestOutput` per prompt, in order.
+            One whole `RequestOutput` per prompt, in order; each with all of its choices.
 
         Raises:
             InvalidRequestError: a prompt or its parameters are at fault; none of the prompts is
                 run.
         """
         return self._run([self.encode(p) for p in _as_prompts(prompts)], sampling_params)
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamParams
+    ) -> list[RequestOutput]:
+        """Runs beam search on all prompts to its end.
+
+        Args:
+            prompts: one prompt or many; each a text or a list of token ids.
+            params: for all of them.
+
+        Returns:
+            One `RequestOutput` per prompt, in order; its outputs are the best `beam_width` ones
+            that were found, best first, each with its `score`.
+
+        Raises:
+            InvalidRequestError: as `generate`.
+        """
+        if not isinstance(params, BeamParams):
+            raise InvalidRequestError(
+                f"params must be BeamParams, got {shown(params)}", param="params"
+            )
+        requests = [
+            Request(id=self._new_id(i), prompt_token_ids=self.encode(prompt), beam=params)
+            for i, prompt in enumerate(_as_prompts(prompts))
+        ]
+        outputs = self._finish([(request, None) for request in requests])
+        return [self._with_texts(output, params) for output in outputs]
+
+    def _with_texts(self, output: RequestOutput, params: BeamParams) -> RequestOutput:
+        if self._tokenizer is None:
+            return output
+        skip = params.skip_special_tokens
+        completions = [
+            replace(one, text=self._tokenizer.decode(one.token_ids, skip_special_tokens=skip))
+            for one in output.outputs
+        ]
+        return replace(output, outputs=completions)
 
     def chat(
         self,
@@ -150,21 +213,29 @@ class LLM:
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
-        """Runs one prompt and yields what it releases, step by step.
+        """Runs one prompt and yields what it releases, step by step: of each choice that has news,
+        by its index, what came since the last time.
 
         Leaving the loop early aborts it.
         """
-        request_id = self._add_with_inbox(self.encode(prompt), sampling_params or SamplingParams())
+        params = sampling_params or SamplingParams()
+        request = Request(
+            id=self._new_id(), prompt_token_ids=self.encode(prompt), sampling_params=params
+        )
+        self._open(request, self._watchers(params))
         try:
-            yield from self._outputs(request_id)
+            yield from self._outputs(request.id)
         finally:
-            self._forget(request_id)
+            self._forget(request.id)
 
-    def _add_with_inbox(self, prompt_token_ids: list[int], params: SamplingParams) -> str:
-        request_id = f"llm-{self._num_added}"
-        self.add(request_id, prompt_token_ids, params)
-        self._inboxes[request_id] = deque()
-        return request_id
+    def _new_id(self, offset: int = 0) -> str:
+        return f"llm-{self._num_added + offset}"
+
+    def _open(self, request: Request, watchers: list[TokenWatcher] | None) -> None:
+        """Queues a request whose outputs go to an inbox of its own."""
+        self.engine.add(request, watchers)
+        self._num_added += 1
+        self._inboxes[request.id] = deque()
 
     def _forget(self, request_id: str) -> None:
         """Ends a request that nobody waits for any more, if it still runs."""
@@ -177,13 +248,28 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[RequestOutput]:
         params = _one_per_prompt(sampling_params, len(prompts))
-        request_ids: list[str] = []
+        return self._finish(
+            [
+                (
+                    Request(id=self._new_id(i), prompt_token_ids=token_ids, sampling_params=one),
+                    self._watchers(one),
+                )
+                for i, (token_ids, one) in enumerate(zip(prompts, params, strict=True))
+            ]
+        )
+
+    def _finish(
+        self, requests: list[tuple[Request, list[TokenWatcher] | None]]
+    ) -> list[RequestOutput]:
+        """Runs requests to their end; each one's whole output."""
+        added: list[str] = []
         try:
-            for token_ids, one in zip(prompts, params, strict=True):
-                request_ids.append(self._add_with_inbox(token_ids, one))
-            return [merge_outputs(list(self._outputs(i))) for i in request_ids]
+            for request, watchers in requests:
+                self._open(request, watchers)
+                added.append(request.id)
+            return [merge_outputs(list(self._outputs(i))) for i in added]
         finally:  # a bad prompt or Ctrl-C: the others must not stay behind in the engine
-            for request_id in request_ids:
+            for request_id in added:
                 self._forget(request_id)
 
 

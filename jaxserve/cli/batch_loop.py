@@ -15,7 +15,7 @@ from jaxserve.cli.run_output import OrderedWriter, error_record, success_record
 from jaxserve.cli.stop_signals import StopSignals
 from jaxserve.cli.text_engine import TextEngine, add_line
 from jaxserve.cli.text_printer import TextPrinter
-from jaxserve.errors import InvalidRequestError, JaxserveError
+from jaxserve.errors import InvalidRequestError, JaxserveError, NonFiniteError, RequestError
 from jaxserve.request import RequestOutput, merge_outputs
 
 logger = logging.getLogger("jaxserve.cli")
@@ -125,14 +125,31 @@ class BatchLoop:
         if not parts.released:
             self.totals.num_prompt_tokens += output.num_prompt_tokens
             self.totals.num_cached_tokens += output.num_cached_tokens
-        piece = output.outputs[0]
         parts.released.append(output)
-        self.totals.num_output_tokens += len(piece.token_ids)
-        if self._printer:
-            self._printer.add(parts.line.index, piece.text)
+        for piece in output.outputs:
+            self.totals.num_output_tokens += len(piece.token_ids)
+            if self._printer:
+                self._printer.add(parts.line.index, piece.text, piece.index)
+                if piece.finish_reason is not None:
+                    self._printer.finish(parts.line.index, piece.index)
         if output.finished:
             del self._parts[output.request_id]
-            self._succeed(parts.line, merge_outputs(parts.released))
+            self._finish(parts.line, merge_outputs(parts.released))
+
+    def _finish(self, line: RequestLine, output: RequestOutput) -> None:
+        failed = [one for one in output.outputs if one.finish_reason == "error"]
+        if not failed:
+            self._succeed(line, output)
+            return
+        which = "" if line.params.n == 1 else f"output {failed[0].index} of {line.params.n}: "
+        num_tokens = len(failed[0].token_ids)
+        self._fail(
+            line,
+            NonFiniteError(
+                f"{which}the model computed NaN or infinite values after {num_tokens} output tokens",
+                code=str(failed[0].stop_reason),
+            ),
+        )
 
     def _succeed(self, line: RequestLine, output: RequestOutput) -> None:
         self.totals.num_ok += 1
@@ -141,7 +158,7 @@ class BatchLoop:
         if self._printer:
             self._printer.finish(line.index)
 
-    def _fail(self, line: RequestLine, error: InvalidRequestError) -> None:
+    def _fail(self, line: RequestLine, error: RequestError) -> None:
         self.totals.num_failed += 1
         if self._writer:
             self._writer.put(line.index, error_record(line, error))

@@ -215,6 +215,11 @@ def read_workload(path: str, *, seed: int, logprobs: bool) -> list[RequestLine]:
     for line in lines:
         if line.error is not None:
             raise UsageError(f"--workload={path}: line {line.index + 1}: {line.error.message}")
+        if line.params.n > 1:
+            raise UsageError(
+                f"--workload={path}: line {line.index + 1}: n must be 1, got {line.params.n}: what is "
+                "measured is the time between the tokens of one output"
+            )
     return lines
 
 

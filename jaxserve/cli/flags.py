@@ -215,6 +215,7 @@ def define_sampling(flag_values: flags.FlagValues) -> None:
         "include_stop_str_in_output", False, "Leave the stop string in the text.", **group
     )
     flags.DEFINE_boolean("ignore_eos", False, "Go on past the model's end token.", **group)
+    define_integer("n", default.n, "Outputs to draw for each prompt.", **group)
     flags.DEFINE_boolean("logprobs", False, "Return each chosen token's log probability.", **group)
     flags.DEFINE_boolean(
         "skip_special_tokens", True, "Leave special tokens out of the text.", **group

@@ -1,8 +1,8 @@
 """One input line of `run` or `bench` -> what to ask of the engine, or why that cannot be done.
 
-A line is a JSON object with `prompt` (text or token ids) or `messages`, an optional `id`, and any field
-of `SamplingParams`; or, with --input_format=text, the prompt itself. Every line gets an answer of its
-own: nothing that a line holds raises out of `parse`.
+A line is a JSON object with `prompt` (text or token ids) or `messages`, an optional `id`, `priority` and
+`cache_salt`, and any field of `SamplingParams`; or, with --input_format=text, the prompt itself. Every line
+gets an answer of its own: nothing that a line holds raises out of `parse`.
 """
 
 import dataclasses
@@ -19,7 +19,8 @@ from jaxserve.errors import MAX_SHOWN_LENGTH, InvalidRequestError
 from jaxserve.request import SamplingParams
 
 PROMPT_FIELDS = ("prompt", "prompt_token_ids", "messages")
-KNOWN_FIELDS = ("id", *PROMPT_FIELDS, *SAMPLING_FIELDS)
+REQUEST_FIELDS = ("priority", "cache_salt")
+KNOWN_FIELDS = ("id", *PROMPT_FIELDS, *REQUEST_FIELDS, *SAMPLING_FIELDS)
 
 logger = logging.getLogger("jaxserve.cli")
 
@@ -35,6 +36,7 @@ class RequestLine:
         prompt: text or token ids.
         messages: a conversation, instead of a prompt.
         params: how to decode; always with a seed.
+        priority, cache_salt: as in `Request`, which checks them.
     """
 
     index: int
@@ -43,6 +45,8 @@ class RequestLine:
     prompt: str | list[int] | None = None
     messages: list[dict[str, object]] | None = None
     params: SamplingParams = dataclasses.field(default_factory=SamplingParams)
+    priority: int = 0
+    cache_salt: str | None = None
 
 
 class LineParser:
@@ -79,7 +83,11 @@ class LineParser:
             self._refuse_second(line_id, index)
             self._warn_unknown(fields, index)
             return RequestLine(
-                index=index, id=line_id, params=self._params(fields, index), **_prompt(fields)
+                index=index,
+                id=line_id,
+                params=self._params(fields, index),
+                **{name: fields[name] for name in REQUEST_FIELDS if fields.get(name) is not None},
+                **_prompt(fields),
             )
         except InvalidRequestError as error:
             return RequestLine(index=index, id=line_id, error=error)

@@ -45,10 +45,12 @@ usage: jaxserve run --model=DIR|FILE.gguf|NAME [flags] "a prompt" ...
 
 Prompts on the command line print their text as it comes. An input file holds one JSON object a line:
   {"prompt": "text" or [token ids]} or {"messages": [{"role": ..., "content": ...}, ...]}
-with an optional "id" and any sampling field; or, with --input_format=text, one prompt a line.
+with an optional "id", "priority" and "cache_salt" and any sampling field; or, with --input_format=text,
+one prompt a line.
 Each line, blank and broken ones too, gets one JSON line of output, in order:
   {"index", "id", "text", "token_ids", "finish_reason", "num_prompt_tokens", "num_cached_tokens",
    "num_output_tokens", "logprobs" if asked for}
+   (with n > 1 "outputs", a list of {"index", "text", "token_ids", "finish_reason", "logprobs"}, instead)
   or {"index", "id", "error": {"message", "type", "param", "code"}}
 Finished lines that wait for a slower one are kept in OUTPUT.partial.jsonl; --resume goes on after a stop.
 exit code: 0 all good, 1 some lines failed, 2 could not run, 130 or 143 stopped by SIGINT or SIGTERM
@@ -241,7 +243,7 @@ def _open_printer(job: RunJob, writer: OrderedWriter | None) -> TextPrinter:
     skipped = [i for i in range(len(job.prompts)) if writer is not None and writer.has(i)]
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows ?
-    return TextPrinter(job.prompts, write_stdout, skipped)
+    return TextPrinter(job.prompts, write_stdout, skipped, num_choices=job.num_choices)
 
 
 def _summarise(

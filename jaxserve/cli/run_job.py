@@ -17,6 +17,7 @@ from jaxserve.cli.output_files import (
 )
 from jaxserve.cli.records import RecordFlags, fingerprint
 from jaxserve.cli.standard_streams import is_stdout_closed
+from jaxserve.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +87,11 @@ class RunJob:
     def output_file(self) -> Path | None:
         """The output, if it is a file that can be kept and continued."""
         return None if self.output is None or is_stream(self.output) else Path(self.output)
+
+    @property
+    def num_choices(self) -> int:
+        """Outputs of each prompt of the command line."""
+        return SamplingParams(**self.sampling).n  # type: ignore[arg-type]
 
     @property
     def prints_text(self) -> bool:

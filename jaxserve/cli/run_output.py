@@ -24,8 +24,8 @@ from typing import BinaryIO
 from jaxserve.cli.output_files import partial_path, scratch_path
 from jaxserve.cli.request_line import RequestLine
 from jaxserve.cli.standard_streams import abandon, write_error
-from jaxserve.errors import InvalidRequestError
-from jaxserve.request import RequestOutput
+from jaxserve.errors import RequestError
+from jaxserve.request import CompletionOutput, RequestOutput
 
 _STDOUT = "stdout"
 MAX_MESSAGE_LENGTH = 1000  # characters of an error record's message; a bad value may be megabytes
@@ -36,25 +36,46 @@ logger = logging.getLogger("jaxserve.cli")
 
 
 def success_record(line: RequestLine, output: RequestOutput) -> dict[str, object]:
-    """The record of a finished line."""
-    completion = output.outputs[0]
+    """The record of a finished line: its text and ids, or with n > 1 a list of outputs that hold
+    these.
+    """
+    several = line.params.n > 1
+    first = output.outputs[0]
     record: dict[str, object] = {
         "index": line.index,
         "id": line.id,
+        **(
+            {"outputs": [_choice(one) for one in output.outputs]}
+            if several
+            else _text_and_ids(first)
+        ),
+        "num_prompt_tokens": output.num_prompt_tokens,
+        "num_cached_tokens": output.num_cached_tokens,
+        "num_output_tokens": sum(len(one.token_ids) for one in output.outputs),
+    }
+    return record if several else record | _logprobs(first)
+
+
+def _choice(completion: CompletionOutput) -> dict[str, object]:
+    return {"index": completion.index, **_text_and_ids(completion), **_logprobs(completion)}
+
+
+def _text_and_ids(completion: CompletionOutput) -> dict[str, object]:
+    return {
         "text": completion.text,
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
-        "num_prompt_tokens": output.num_prompt_tokens,
-        "num_cached_tokens": output.num_cached_tokens,
-        "num_output_tokens": len(completion.token_ids),
     }
-    if line.params.wants_logprobs:
-        record["logprobs"] = [x if math.isfinite(x) else None for x in completion.logprobs or ()]
-    return record
 
 
-def error_record(line: RequestLine, error: InvalidRequestError) -> dict[str, object]:
-    """The record of a line that could not be run; its message begins with the line's number, from 1."""
+def _logprobs(completion: CompletionOutput) -> dict[str, object]:
+    if completion.logprobs is None:
+        return {}
+    return {"logprobs": [x if math.isfinite(x) else None for x in completion.logprobs]}
+
+
+def error_record(line: RequestLine, error: RequestError) -> dict[str, object]:
+    """The record of a line that has no result; its message begins with the line's number, from 1."""
     body = error.to_dict()
     body["message"] = f"line {line.index + 1}: {error.message}"[:MAX_MESSAGE_LENGTH]
     return {"index": line.index, "id": line.id, "error": body}

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from jaxserve.cli.request_line import RequestLine
 from jaxserve.executor import Executor
-from jaxserve.request import RequestOutput, SamplingParams
+from jaxserve.request import RequestOutput
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.schedule.observer import StepObserver
 from jaxserve.stats import EngineStats
 
@@ -45,7 +46,13 @@ class TextEngine(Protocol):
     def encode_chat(self, messages: Sequence[dict[str, object]]) -> list[int]: ...
 
     def add(
-        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
     ) -> None: ...
 
     def step(self) -> list[RequestOutput]: ...
@@ -63,7 +70,7 @@ def add_line(llm: TextEngine, request_id: str, line: RequestLine) -> None:
         token_ids = llm.encode_chat(line.messages)
     else:
         token_ids = llm.encode(line.prompt if line.prompt is not None else "")
-    llm.add(request_id, token_ids, line.params)
+    llm.add(request_id, token_ids, line.params, priority=line.priority, cache_salt=line.cache_salt)
 
 
 def load_llm(model: str, options: Mapping[str, object]) -> TextEngine:

@@ -29,7 +29,7 @@ def check_queues(
         assert seq.num_tokens_to_compute >= 1, "a waiting sequence with nothing to compute"
         assert not (len(seq.page_table) and seq.host_pages), "pages on the device and on the host"
     for seq in held:
-        assert seq.status is Status.HELD
+        assert seq.status is Status.HELD, f"held, but {seq.status.value}"
         assert seq.host_pages is None
     everyone = [*running, *waiting, *held]
     assert len(set(everyone)) == len(everyone), "a sequence is in two queues"

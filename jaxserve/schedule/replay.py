@@ -28,6 +28,7 @@ from jaxserve.schedule.schedule_log import (
     SAMPLING_FIELDS,
     LogHeader,
     ScheduleLogError,
+    cut_at_sample,
     outcomes,
     take_outcome,
 )
@@ -157,7 +158,9 @@ class ScheduleLog:
         if stop > seq.page_table.num_slots:
             raise ValueError(f"slice {one} passes its {len(seq.page_table)} pages")
         seq.num_computed_tokens = start
-        return ScheduledSlice(seq, start, num_tokens, num_samples)
+        found = ScheduledSlice(seq, start, num_tokens, num_samples)
+        cut_at_sample(seq.token_ids, found)
+        return found
 
     def _moves(self, name: str, pairs: Iterable[list[int]]) -> tuple[tuple[int, int], ...]:
         device, host = (1, self.header.num_pages), (0, self.header.num_host_pages)

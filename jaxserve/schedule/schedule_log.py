@@ -20,7 +20,7 @@ key:
 
 What is empty is left out. `pages` and `tokens` are there for what a reader cannot know: pages that
 are not as in the sequence's last slice, and tokens that are neither from its prompt nor sampled in
-its last slice (the choice among beams). So beams, forks, aborts and steps that were cut short need no
+its slices before (the choice among beams). So beams, forks, aborts and steps that were cut short need no
 lines of their own. A beam's outcome is its candidates, best first. A slice fails when hidden states or
 logits are NaN or infinite.
 """
@@ -127,42 +127,35 @@ class ScheduleLogWriter:
         self._told: WeakKeyDictionary[Sequence, _Told] = WeakKeyDictionary()
         self._num_sequences = 0
         self._num_steps = 0
+        self._in_step = False
         write(_line({"schedule_log": FORMAT, **dataclasses.asdict(header)}))
 
     def weights_changed(self) -> None:
         self._write(_line({"weights_changed_after": self._num_steps}))
 
     def step_done(self, step: StepRecord) -> None:
-        plan, batch = step.plan, step.batch
-        max_pages = len(batch.page_table) // len(batch.kv_lens)
-        table = batch.page_table.reshape(-1, max_pages)
-        pages: dict[int, list[int]] = {}
-        tokens: dict[int, list[int]] = {}
-        for row, one in enumerate(plan.slices):
-            begin, end = int(batch.cu_q_lens[row]), int(batch.cu_q_lens[row + 1])
-            told = self._told.get(one.seq) or self._introduce(one)
-            new_pages = _tell_pages(told, table[row])
-            if new_pages:
-                pages[told.number] = new_pages
-            new_tokens = _tell_tokens(told, one.start, batch.token_ids[begin:end])
-            if new_tokens:
-                tokens[told.number] = new_tokens
-        self._num_steps += 1
+        if self._in_step:  # the last call was cut short: what it has told is not known
+            self._told.clear()
+        self._in_step = True
+        plan = step.plan
+        pages, tokens = self._news(step)
+        numbers = [self._told[one.seq].number for one in plan.slices]
         found = outcomes(plan, step.sampled)
+        self._num_steps += 1
         line: dict[str, Any] = {
             "step": self._num_steps,
             "bucket": [plan.bucket.num_tokens, plan.bucket.num_rows],
             "slices": [
-                [self._told[one.seq].number, one.start, one.num_tokens, one.num_samples]
-                for one in plan.slices
+                [number, one.start, one.num_tokens, one.num_samples]
+                for number, one in zip(numbers, plan.slices, strict=True)
             ],
             "pages": pages,
             "tokens": tokens,
             **{name: getattr(plan, name) for name in MOVES},
             "outcomes": found,
             "ended": [
-                self._told[one.seq].number
-                for one in plan.slices
+                number
+                for number, one in zip(numbers, plan.slices, strict=True)
                 if one.seq.status is Status.FINISHED
             ],
             "step_s": round(step.seconds, 6),
@@ -170,6 +163,23 @@ class ScheduleLogWriter:
         self._write(_line({key: value for key, value in line.items() if value not in ([], {}, ())}))
         for one, ids in zip(plan.slices, found, strict=True):
             take_outcome(self._told[one.seq].token_ids, one, ids)
+        self._in_step = False
+
+    def _news(self, step: StepRecord) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+        """What a reader does not know yet of a step's page tables and tokens, by sequence."""
+        table = step.batch.page_table.reshape(len(step.batch.kv_lens), -1)
+        pages: dict[int, list[int]] = {}
+        tokens: dict[int, list[int]] = {}
+        for row, one in enumerate(step.plan.slices):
+            told = self._told.get(one.seq) or self._introduce(one)
+            new_pages = _tell_pages(told, table[row])
+            if new_pages:
+                pages[told.number] = new_pages
+            new_tokens = _tell_tokens(told, one)
+            if new_tokens:
+                tokens[told.number] = new_tokens
+            cut_at_sample(told.token_ids, one)
+        return pages, tokens
 
     def _introduce(self, one: ScheduledSlice) -> _Told:
         """Writes the line of a sequence that has its first slice."""
@@ -215,13 +225,18 @@ def _tell_pages(told: _Told, row: np.ndarray) -> list[int]:
     return [first, *row[first:].tolist()]
 
 
-def _tell_tokens(told: _Told, start: int, ids: np.ndarray) -> list[int]:
-    """[start, token ids of a slice], if they are not those told before; else empty."""
-    known = told.token_ids[start : start + len(ids)]
-    if known.tobytes() == ids.tobytes():
+def _tell_tokens(told: _Told, one: ScheduledSlice) -> list[int]:
+    """[start, token ids of a slice], if they are not those told before; else empty.
+
+    They begin earlier where tokens before the slice were never told: a beam may find in the cache
+    what another one computed.
+    """
+    first, stop = min(one.start, len(told.token_ids)), one.start + one.num_tokens
+    ids = one.seq.token_ids[first:stop]
+    if told.token_ids[first:stop] == ids:
         return []
-    told.token_ids[start : start + len(ids)] = array("i", ids.tobytes())
-    return [start, *ids.tolist()]
+    told.token_ids[first:stop] = ids
+    return [first, *ids.tolist()]
 
 
 def outcomes(plan: StepPlan, sampled: SampledTokens) -> list[list[int] | None]:
@@ -242,6 +257,14 @@ def outcomes(plan: StepPlan, sampled: SampledTokens) -> list[list[int] | None]:
             found.append(sampled.token_ids[row, : sampled.num_tokens[row]].tolist())
         row += one.num_samples
     return found
+
+
+def cut_at_sample(token_ids: array, one: ScheduledSlice) -> None:
+    """Drops what was known behind a slice that samples: after a step that was cut short it is not
+    any more.
+    """
+    if one.num_samples:
+        del token_ids[one.start + one.num_tokens :]
 
 
 def take_outcome(token_ids: array, one: ScheduledSlice, ids: list[int] | None) -> None:

@@ -46,6 +46,7 @@ class FakeLLM:
 
     step_s = 0.0
     load_s = 0.0
+    poison: Sequence[int] = ()  # token ids that make the logits behind them NaN
 
     def __init__(self, model: str, **options: object):
         if not Path(model).exists():
@@ -61,6 +62,7 @@ class FakeLLM:
             num_pages=config.cache.num_pages or 512,
             num_host_pages=int(config.cache.host_kv_gib * HOST_PAGES_PER_GIB),
             seed=config.seed,
+            poison=self.poison,
         )
         time.sleep(self.load_s)
         self.startup = FakeStartup()
@@ -73,17 +75,32 @@ class FakeLLM:
     def encode_chat(self, messages: Sequence[dict[str, object]]) -> list[int]:
         return encode("".join(f"{m['role']}: {m['content']}\n" for m in messages))
 
-    def add(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
-        request = Request(id=request_id, prompt_token_ids=prompt_token_ids, sampling_params=params)
+    def add(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> None:
+        request = Request(
+            id=request_id,
+            prompt_token_ids=prompt_token_ids,
+            sampling_params=params,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
         self._is_broken |= list(prompt_token_ids) == encode(BREAKS_THE_ENGINE)
-        self.engine.add(
-            request,
+        watchers = [
             StopWatcher(
                 decode,
                 stop=params.stop,  # type: ignore[arg-type]
                 include_stop_str_in_output=params.include_stop_str_in_output,
-            ),
-        )
+            )
+            for _ in range(params.n)
+        ]
+        self.engine.add(request, watchers)
         stats = self.engine.stats()
         self.most_requests = max(self.most_requests, stats.num_running + stats.num_waiting)
 

@@ -123,6 +123,7 @@ def test_both_arms_in_turns(measure, made):
         ([], ["holds no requests"]),
         ([{"prompt": "a"}, {"prompt": 3}], ["line 2: prompt must be text"]),
         ([{"prompt": "a", "max_tokens": 2}, {"prompt": "x" * 500}], ["workload line 2: "]),
+        ([{"prompt": "a"}, {"prompt": "b", "n": 2}], ["line 2: n must be 1, got 2"]),
     ],
 )
 def test_a_workload_with_a_bad_line_is_refused(

@@ -34,9 +34,13 @@ def test_fields_reach_the_request():
             "seed": 11,
             "ignore_eos": True,
             "logprobs": 1,
+            "n": 2,
+            "priority": -3,
+            "cache_salt": "s",
         }
     )
     assert (line.index, line.id, line.prompt, line.error) == (0, "a", "hello", None)
+    assert (line.priority, line.cache_salt) == (-3, "s")
     assert line.params == SamplingParams(
         max_tokens=3,
         temperature=0.5,
@@ -47,6 +51,7 @@ def test_fields_reach_the_request():
         seed=11,
         ignore_eos=True,
         logprobs=1,
+        n=2,
     )
 
 

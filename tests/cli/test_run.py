@@ -8,7 +8,7 @@ import pytest
 
 from jaxserve.cli.output_files import meta_path, partial_path
 from tests.cli.conftest import read_records
-from tests.cli.fake_llm import BREAKS_THE_ENGINE, encode, expected_text
+from tests.cli.fake_llm import BREAKS_THE_ENGINE, FakeLLM, encode, expected_text
 from tests.fakes import expected_tokens
 
 
@@ -88,6 +88,102 @@ def test_records(run, tmp_path):
     assert records[2]["text"] == expected_text("user: hi\n", 3)
     assert [record["id"] for record in records] == ["a", None, None]
     assert not partial_path(output).exists()
+
+
+def test_several_outputs_have_a_list_in_the_record(run, tmp_path):
+    lines = [
+        {"id": "a", "prompt": "hello", "n": 3, "max_tokens": 4, "logprobs": True},
+        {"prompt": "hi"},
+        {"prompt": "ho", "n": 1},
+    ]
+    source, output = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    assert run("--n=2", "--max-tokens=3", f"--input={source}", f"--output={output}") == 0
+    records = read_records(output)
+    tokens = expected_tokens(encode("hello"), 4)
+    assert records[0] == {
+        "index": 0,
+        "id": "a",
+        "outputs": [
+            {
+                "index": index,
+                "text": expected_text("hello", 4),
+                "token_ids": tokens,
+                "finish_reason": "length",
+                "logprobs": [-1.0] * 4,
+            }
+            for index in range(3)
+        ],
+        "num_prompt_tokens": 5,
+        "num_cached_tokens": 0,
+        "num_output_tokens": 12,
+    }
+    assert [one["text"] for one in records[1]["outputs"]] == [expected_text("hi", 3)] * 2
+    assert "logprobs" not in records[1]["outputs"][0]
+    assert (records[2]["text"], "outputs" in records[2]) == (expected_text("ho", 3), False)
+
+
+def test_several_outputs_are_printed_behind_their_numbers(run, capsys):
+    assert run("--n=3", "--max-tokens=5", "a-b") == 0
+    text = expected_text("a-b", 5)
+    assert capsys.readouterr().out == f"[0] {text}\n[1] {text}\n[2] {text}\n"
+    assert run("--n=2", "--max-tokens=5", "--max-num-seqs=2", "a", "much too long" * 50, "b") == 1
+    captured = capsys.readouterr()
+    a, b = expected_text("a", 5), expected_text("b", 5)
+    assert captured.out == (
+        f"> a\n[0] {a}\n[1] {a}\n\n> {'much too long' * 50}\n[0] \n[1] \n\n> b\n[0] {b}\n[1] {b}\n"
+    )
+    assert "prompt 2: " in captured.err
+
+
+def test_priority_and_salt_are_fields_of_a_line(run, made, tmp_path):
+    prompt = {"prompt": "a prompt of more than a page", "max_tokens": 2}
+    lines = [
+        prompt | {"cache_salt": "x", "priority": 5},
+        prompt | {"cache_salt": "x", "priority": -1},
+        prompt | {"cache_salt": "y"},
+        prompt | {"cache_salt": None, "priority": None},
+        prompt | {"cache_salt": ""},
+        prompt | {"cache_salt": 7},
+        prompt | {"priority": 1.5},
+        prompt | {"priority": 2**31},
+    ]
+    source, output = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    flags = ["--admission=priority", "--max-num-seqs=1"]
+    assert run(*flags, f"--input={source}", f"--output={output}") == 1
+    records = read_records(output)
+    assert [record.get("error", {}).get("param") for record in records] == [
+        *[None] * 4,
+        "cache_salt",
+        "cache_salt",
+        "priority",
+        "priority",
+    ]
+    # The second of the salt's lines runs first; the other finds all its pages.
+    cached = [record["num_cached_tokens"] for record in records[:4]]
+    assert cached[0] > 0
+    assert cached[1:] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_line_whose_logits_are_not_finite_gets_an_error_record(run, made, tmp_path, n):
+    bad = expected_tokens(encode("hi"), 3)[1]
+    lines = [{"id": "bad", "prompt": "hi"}, {"prompt": "ho"}]
+    source, output = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    FakeLLM.poison = [bad]
+    try:
+        assert run(f"--n={n}", "--max-tokens=4", f"--input={source}", f"--output={output}") == 1
+    finally:
+        FakeLLM.poison = []
+    error, good = read_records(output)
+    assert error["id"] == "bad"
+    which = "" if n == 1 else "output 0 of 3: "
+    assert error["error"] == {
+        "message": f"line 1: {which}the model computed NaN or infinite values after 2 output tokens",
+        "type": "server_error",
+        "param": None,
+        "code": "non_finite_logits",
+    }
+    assert "error" not in good
 
 
 TWELVE_LINES = "\r\n".join(
@@ -303,6 +399,7 @@ def test_a_directory_that_is_no_checkpoint_does_not_hide_the_model_of_that_name(
     ("change", "words"),
     [
         (["--temperature=0.5"], ["another sampling", "temperature: 1.0 then, 0.5 now"]),
+        (["--n=2"], ["another sampling", "n: 1 then, 2 now"]),
         (["--seed=1"], ["another sampling", "seed: 0 then, 1 now"]),
         (["--dtype=bfloat16"], ["another sampling", "dtype"]),
         (["--input-format=text"], ["another input", "is_text: False then, True now"]),

@@ -139,7 +139,11 @@ def output_of(logprobs: list[float] | None) -> RequestOutput:
         index=0, text="ab", token_ids=[5, 6], logprobs=logprobs, finish_reason="stop"
     )
     return RequestOutput(
-        request_id="3", outputs=[completion], num_prompt_tokens=4, num_cached_tokens=1
+        request_id="3",
+        outputs=[completion],
+        num_prompt_tokens=4,
+        num_cached_tokens=1,
+        finished=True,
     )
 
 

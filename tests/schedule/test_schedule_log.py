@@ -10,9 +10,13 @@ import pytest
 from jaxserve.engine import Engine
 from jaxserve.request import Request
 from jaxserve.sampling_params import BeamParams, SamplingParams
-from jaxserve.schedule.batch import DeviceBatch
+from jaxserve.schedule.batch import DeviceBatch, SampledTokens, build_batch
+from jaxserve.schedule.buckets import Bucket
+from jaxserve.schedule.observer import StepRecord
+from jaxserve.schedule.plan import ScheduledSlice, StepPlan, StepResult
 from jaxserve.schedule.replay import ScheduleLog, replay
 from jaxserve.schedule.schedule_log import LogHeader, ScheduleLogError, ScheduleLogWriter
+from jaxserve.schedule.sequence import Sequence
 from tests.fakes import VOCAB_SIZE, FakeExecutor, FakeHandle, drain, make_engine
 
 
@@ -56,6 +60,14 @@ class LoggedEngine:
     def records(self, key: str) -> list[dict]:
         return [one for one in map(json.loads, self.lines) if key in one]
 
+    def cut_a_step_short(self) -> None:
+        """As Ctrl-C behind the device; the log does not get to know of it."""
+        update, self.engine.scheduler.update = self.engine.scheduler.update, cut_short
+        with pytest.raises(KeyboardInterrupt):
+            self.engine.step()
+        self.engine.scheduler.update = update
+        self.executor.batches.pop()
+
     def check_replay(self) -> None:
         """A replay gives the same tokens from the same batches."""
         again = RecordingExecutor(**self.made_of)
@@ -63,9 +75,13 @@ class LoggedEngine:
         assert done.difference is None
         assert done.num_steps == len(self.executor.batches) == len(again.batches)
         for one, other in zip(self.executor.batches, again.batches, strict=True):
-            for field in dataclasses.fields(DeviceBatch):
-                mine, theirs = getattr(one, field.name), getattr(other, field.name)
-                assert np.array_equal(mine, theirs), field.name
+            assert_same(one, other)
+
+
+def assert_same(one: DeviceBatch, other: DeviceBatch) -> None:
+    for field in dataclasses.fields(DeviceBatch):
+        mine, theirs = getattr(one, field.name), getattr(other, field.name)
+        assert np.array_equal(mine, theirs), field.name
 
 
 def add(engine: Engine, name: str, prompt: list[int], num_tokens: int = 12, **fields) -> None:
@@ -120,11 +136,7 @@ def test_aborts_failures_and_steps_cut_short():
     for _ in range(3):
         engine.step()
     engine.abort("r0")
-    update, engine.scheduler.update = engine.scheduler.update, cut_short
-    with pytest.raises(KeyboardInterrupt):
-        engine.step()
-    engine.scheduler.update = update
-    logged.executor.batches.pop()  # of this step nothing was kept
+    logged.cut_a_step_short()
     drain(engine)
     assert any(None in one["outcomes"] for one in logged.records("step"))
     logged.check_replay()
@@ -158,7 +170,95 @@ def test_any_run_can_be_replayed(seed):
             engine.abort(f"r{draw.randrange(i)}")
         for _ in range(draw.randrange(3)):
             engine.step()
+        if draw.random() < 0.1 and engine.has_work():
+            logged.cut_a_step_short()
     drain(engine)
+    logged.check_replay()
+
+
+def test_tokens_that_no_slice_of_a_beam_had():
+    """It began with a chunk of its prompt and went on behind what another beam had computed."""
+    kv = make_engine().scheduler.kv
+    seq = Sequence(
+        request=Request(id="a", prompt_token_ids=(1, 2, 3)),
+        prompt_token_ids=(1, 2, 3),
+        order=(0, 1),
+        seed=0,
+        max_tokens=9,
+        stop_ids=frozenset(),
+        page_table=kv.new_table(),
+        wants_candidates=True,
+    )
+    for token in (4, 5, 6):
+        seq.append(token, 0.0)
+    kv.grow(seq.page_table, 6, 0)
+    lines: list[bytes] = []
+    stats = make_engine().stats()
+    header = LogHeader.of(stats, version="0")
+    writer = ScheduleLogWriter(lambda line: lines.append(line.encode()), header)
+    batches = []
+    for start, num_tokens, num_samples in [(0, 2, 0), (4, 2, 1)]:
+        one = ScheduledSlice(seq, start, num_tokens, num_samples)
+        plan = StepPlan(slices=(one,), bucket=Bucket(2, 1), num_tokens=num_tokens)
+        batches.append(build_batch(plan, header.buckets, header.max_pages))
+        ids = np.zeros((num_samples, 8), np.int32)
+        sampled = SampledTokens(
+            token_ids=ids[:, :1],
+            num_tokens=np.ones(num_samples, np.int32),
+            logprobs=np.zeros((num_samples, 1), np.float32),
+            finite=np.ones(1, bool),
+            candidate_ids=ids,
+        )
+        writer.step_done(StepRecord(plan, batches[-1], sampled, StepResult([], []), 0.0))
+    log = ScheduleLog(lines)
+    for batch, step in zip(batches, log.steps(), strict=True):
+        assert_same(batch, build_batch(step.plan, log.buckets, log.max_pages))
+
+
+@pytest.mark.parametrize("fails_at", [2, 5, 9])
+def test_a_step_that_is_done_again(fails_at):
+    """It is in the log, but the engine has taken it back: another observer failed."""
+    logged = LoggedEngine(num_pages=20, draws=True)
+
+    class Failing:
+        num_steps = 0
+
+        def step_done(self, step: StepRecord) -> None:
+            self.num_steps += 1
+            if self.num_steps == fails_at:
+                raise OSError("busy")
+
+        def weights_changed(self) -> None: ...
+
+    logged.engine.observers.append(Failing())
+    for i in range(4):
+        add(logged.engine, f"r{i}", prompt_of(14, i), 8, temperature=1, n=1 + i % 2)
+    add(logged.engine, "beams", prompt_of(7, 1), beam=BeamParams(beam_width=3, max_tokens=9))
+    with pytest.raises(OSError, match="busy"):
+        drain(logged.engine)
+    drain(logged.engine)
+    logged.check_replay()
+
+
+@pytest.mark.parametrize("fails_at", range(1, 16))
+def test_a_line_that_cannot_be_written_once(fails_at, monkeypatch):
+    """The engine does the step again; the log goes on with all that its reader has to know."""
+    logged = LoggedEngine(num_pages=20)
+    (writer,) = logged.engine.observers
+    calls = iter(range(1, 1000))
+
+    def write(line: str) -> None:
+        if next(calls) == fails_at:
+            raise OSError("busy")
+        logged.lines.append(line.encode())
+
+    monkeypatch.setattr(writer, "_write", write)
+    for i in range(4):
+        add(logged.engine, f"r{i}", prompt_of(14, i), 8, temperature=0)
+    with pytest.raises(OSError, match="busy"):
+        drain(logged.engine)
+    logged.executor.batches.pop()  # this step is not in the log
+    drain(logged.engine)
     logged.check_replay()
 
 

@@ -6,19 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.request import Request, SamplingParams, merge_outputs
 from jaxserve.schedule.buckets import Bucket, Buckets, ladder
 from tests.fakes import drain, expected_tokens, make_engine
-
-
-def request(name: str, prompt: list[int], max_tokens: int, **fields) -> Request:
-    params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
-    return Request(id=name, prompt_token_ids=prompt, sampling_params=params, **fields)
-
-
-def token_ids(parts: list) -> list[int]:
-    return merge_outputs(parts).outputs[0].token_ids
-
+from tests.schedule.runs import request, token_ids
 
 requests = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 20)), min_size=1, max_size=10)
 POLICIES = {
@@ -33,7 +23,7 @@ POLICIES = {
 }
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     sizes=requests,
     page_size=st.sampled_from([4, 8, 16]),
@@ -127,47 +117,6 @@ def test_random_adds_steps_and_aborts_lose_no_page(operations):
             ids = token_ids(parts[name])
             assert ids == expected_tokens(prompt, len(ids))
     assert engine.scheduler.kv.num_available_pages == 11
-
-
-def test_preemption_takes_the_newest_and_changes_nothing():
-    engine = make_engine(num_pages=11, page_size=4, max_num_seqs=4, max_num_batched_tokens=32)
-    prompts = {str(i): [100 * i + j for j in range(8)] for i in range(4)}
-    for name, prompt in prompts.items():
-        engine.add(request(name, prompt, 24))
-    parts = drain(engine)
-    assert engine.stats().num_preemptions >= 2
-    for name, prompt in prompts.items():
-        assert token_ids(parts[name]) == expected_tokens(prompt, 24)
-    ends = [name for name, _ in sorted(parts.items(), key=lambda item: len(item[1]))]
-    assert set(ends) == set(prompts)
-
-
-def test_the_oldest_is_never_preempted():
-    engine = make_engine(num_pages=9, page_size=4, max_num_seqs=4, max_num_batched_tokens=32)
-    for i in range(4):
-        engine.add(request(str(i), [i] * 8, 20))
-    order = []
-    while engine.has_work():
-        oldest = engine.scheduler.running[0] if engine.scheduler.running else None
-        order += [o.request_id for o in engine.step() if o.finished]
-        if oldest is not None:
-            assert oldest.num_preemptions == 0 or oldest.order > (0, 0)
-    assert order == ["0", "1", "2", "3"]
-
-
-def test_decode_tokens_ride_with_a_long_prompt():
-    """No stall: while a long prompt is computed in chunks, the running sequence gets a token in
-    every step.
-    """
-    engine = make_engine(max_num_batched_tokens=8, max_model_len=256, num_pages=128)
-    engine.add(request("short", [1, 2], 20))
-    engine.step()
-    engine.add(request("long", list(range(60)), 2))
-    for _ in range(5):
-        outputs = engine.step()
-        assert [o.request_id for o in outputs] == ["short"]
-        assert engine.executor.last_batch.ranges.tolist() == [1, 1, 2]
-    drain(engine)
 
 
 def test_static_scheduling_admits_no_one_until_the_batch_is_drained():
