@@ -374,6 +374,9 @@ class Engine:
         """Raises AssertionError when the queues, the pages and the requests in flight disagree."""
         scheduler = self.scheduler
         scheduler.check_invariants()
+        self._outbox.check_invariants()
+        for group in (self._groups | self._held_groups).values():
+            group.check_invariants()
         queued = {s.request.id for s in (*scheduler.running, *scheduler.waiting)}
         held = {s.request.id for s in scheduler.held}
         assert queued <= self._groups.keys(), "an ended request still runs"

@@ -207,6 +207,38 @@ def test_an_interrupt_at_any_line_loses_no_choice_no_beam_and_no_branch(num_step
             return
 
 
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("method", ["schedule", "update", "fork", "hold", "resume", "finish"])
+def test_an_interrupt_around_any_call_of_the_scheduler_loses_nothing(method, after):
+    """The n-th such call of a whole life, for every n."""
+    for count in itertools.count(1):
+        family = Family(0)
+        scheduler = family.engine.scheduler
+        working, calls = getattr(scheduler, method), itertools.count(1)
+
+        def cut_short(*arguments, working=working, calls=calls, count=count):
+            is_now = next(calls) == count
+            if is_now and not after:
+                raise KeyboardInterrupt
+            result = working(*arguments)
+            if is_now:
+                raise KeyboardInterrupt
+            return result
+
+        setattr(scheduler, method, cut_short)
+        fired = False
+        while family.engine.has_work():
+            try:
+                family.step()
+            except KeyboardInterrupt:
+                fired = True
+        setattr(scheduler, method, working)
+        family.check()
+        if not fired:
+            assert count > 3
+            return
+
+
 @pytest.mark.parametrize(
     ("name", "index"),
     [("choices", None), ("choices", 0), ("choices", 2), ("beams", None), ("root", None)],

@@ -134,7 +134,13 @@ def _define_step(values: flags.FlagValues) -> None:
     default = SchedulerConfig()
     group = {"flag_values": values, "module_name": _STEP_GROUP}
     flags.DEFINE_enum("scheduling", default.scheduling, SCHEDULING, "When requests join.", **group)
-    flags.DEFINE_enum("admission", default.admission, ADMISSION, "Which of them first.", **group)
+    flags.DEFINE_enum(
+        "admission",
+        default.admission,
+        ADMISSION,
+        "Which of them first. (Traces name no priorities: priority is fcfs here.)",
+        **group,
+    )
     flags.DEFINE_boolean(
         "chunked_prefill", True, "Compute prompts in chunks; off: whole, in one step.", **group
     )

@@ -202,6 +202,16 @@ class BeamGroup(Group):
             seq.status = Status.PREEMPTED
         return list(self.beams)
 
+    def check_invariants(self) -> None:
+        if self.has_ended:
+            return
+        assert len(set(self.beams)) == len(self.beams) == len(self.search.beams)
+        for seq, beam in zip(self.beams, self.search.beams, strict=True):
+            assert seq.output_token_ids == path_tokens(beam.path)[0], "not the tokens of its beam"
+            is_held = seq.status is Status.HELD
+            assert is_held == (seq.candidates is not None), "a beam waits for nothing"
+        assert any(seq.candidates is None for seq in self.beams), "all wait for each other"
+
     def branch_point(self, index: int) -> tuple[Sequence, array]:
         raise InvalidRequestError(
             f"request {self.request.id!r} is a beam search: its beams cannot be forked", param="id"

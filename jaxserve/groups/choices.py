@@ -252,6 +252,15 @@ class ChoiceGroup(Group):
             )
         return seq, seq.token_ids[: seq.num_prompt_tokens + choice.progress.num_released]
 
+    def check_invariants(self) -> None:
+        for number, choice in enumerate(self._going_on()):
+            progress, seq = choice.progress, choice.seq
+            assert progress.num_released <= progress.num_observed == seq.num_output_tokens
+            assert self.has_spread or number == 0 or seq.num_computed_tokens == 0
+            assert seq.status not in (Status.HELD, Status.FINISHED), "a choice has ended unseen"
+        for seq in self.held:
+            assert seq.status is Status.HELD, "a held choice runs"
+
     def _going_on(self) -> list[Choice]:
         return [choice for choice in self.choices if not choice.has_ended]
 

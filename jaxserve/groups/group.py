@@ -90,6 +90,10 @@ class Group(ABC):
             InvalidRequestError: there is no such choice, or it cannot be forked.
         """
 
+    @abstractmethod
+    def check_invariants(self) -> None:
+        """Raises AssertionError when what was released and the sequences disagree."""
+
     def let_go(self) -> None:
         """Gives up the pages of the held sequences."""
         for seq in self.held:

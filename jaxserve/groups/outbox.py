@@ -70,6 +70,14 @@ class Outbox:
         ]
         self._kept, self.ready = [news for news in left if news[1]], {}
 
+    def check_invariants(self) -> None:
+        """Raises AssertionError when an output was left behind: between two steps only that of a
+        request for no tokens may lie here, or what a step that was cut short had released.
+        """
+        for group, completions in self.ready.values():
+            assert group.has_ended, f"request {group.request.id!r} was not handed out"
+            assert completions
+
     def _news(self) -> Iterator[News]:
         yield from self._kept
         yield from self.ready.values()

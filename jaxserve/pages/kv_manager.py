@@ -112,7 +112,9 @@ class KVManager:
 
     @property
     def num_available_pages(self) -> int:
-        """Pages that are free, or would be after evicting all that is cached."""
+        """Pages that are free, or would be after evicting all that is cached. Until `take_moves`
+        this may count pages that a copy still reads: one for each table that copied at most.
+        """
         return self.pool.num_free + self.num_cached_pages
 
     @property

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Several
 
 from jaxserve.pages.kv_manager import KVManager
+from jaxserve.schedule.chunking import ChunkSizes
 from jaxserve.schedule.parked import Parked
 from jaxserve.schedule.preemption import MAX_PREEMPTIONS
 from jaxserve.schedule.queue import Policy
@@ -21,7 +22,7 @@ class Entrance:
         kv: the pages.
         parked: whose pages a newcomer may take.
         policy: who stands before whom.
-        max_num_partial_prefills: most prompts in the middle of their chunks at once.
+        chunk_sizes: say how many prompts may be in the middle of their chunks at once.
         namespace: whose cached pages a sequence may use.
     """
 
@@ -31,13 +32,13 @@ class Entrance:
         kv: KVManager,
         parked: Parked,
         policy: Policy,
-        max_num_partial_prefills: int,
+        chunk_sizes: ChunkSizes,
         namespace: Callable[[Sequence], Namespace],
     ):
         self._kv = kv
         self._parked = parked
         self._policy = policy
-        self._max_num_partial = max_num_partial_prefills
+        self._chunk_sizes = chunk_sizes
         self._namespace = namespace
 
     def num_cached(self, seq: Sequence) -> int:
@@ -86,9 +87,8 @@ class Entrance:
             seq.num_computed_tokens = max(seq.num_computed_tokens, swapped.num_tokens)
         num_tokens = min(seq.num_tokens_to_compute, budget)
         is_partial = num_tokens < seq.num_tokens_to_compute
-        if (is_partial and len(partial) >= self._max_num_partial) or not self._make_room(
-            seq, running, partial
-        ):
+        most = self._chunk_sizes.max_num_partial_prefills
+        if (is_partial and len(partial) >= most) or not self._make_room(seq, running, partial):
             if not has_pages:
                 self._kv.free(seq.page_table)
                 seq.num_computed_tokens = 0
@@ -118,7 +118,8 @@ class Entrance:
     ) -> int:
         """Its known tokens must fit beside those of the running ones and one more page for each of
         them: a newcomer that would be preempted at the next page border only wastes its own
-        computation.
+        computation. That page also makes up for what a running one's copy still reads, which counts
+        as available and cannot be lent in this step.
         """
         known = self._kv.num_needed(seq.page_table, len(seq.token_ids), seq.num_computed_tokens)
         promised = sum(one.page_table.num_missing(len(one.token_ids)) for one in partial)

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 
 from jaxserve.pages.kv_manager import KVManager
 from jaxserve.schedule.counters import SchedulerCounters
-from jaxserve.schedule.sequence import Sequence
+from jaxserve.schedule.sequence import Sequence, Status
 
 
 class Parked:
@@ -65,7 +65,7 @@ class Parked:
         others = [
             seq
             for seq in self._seqs
-            if seq is not newcomer and (nobody_runs or seq.order > order or seq.request.hold)
+            if seq is not newcomer and (nobody_runs or seq.order > order or _has_ended(seq))
         ]
         return self._give_up_newest_of(others)
 
@@ -75,3 +75,8 @@ class Parked:
         self.give_up_pages(max(seqs, key=lambda seq: seq.order))
         self._counters.num_parked_given_up += 1
         return True
+
+
+def _has_ended(seq: Sequence) -> bool:
+    """Whether it is only kept to be forked; a held beam, say, will go on."""
+    return seq.status is Status.HELD and seq.request.hold

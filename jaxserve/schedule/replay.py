@@ -28,7 +28,6 @@ from jaxserve.schedule.schedule_log import (
     SAMPLING_FIELDS,
     LogHeader,
     ScheduleLogError,
-    cut_at_sample,
     outcomes,
     take_outcome,
 )
@@ -157,10 +156,10 @@ class ScheduleLog:
             raise ValueError(f"slice {one} of a sequence of {len(seq.token_ids)} tokens")
         if stop > seq.page_table.num_slots:
             raise ValueError(f"slice {one} passes its {len(seq.page_table)} pages")
+        if num_samples and stop < len(seq.token_ids):
+            raise ValueError(f"slice {one} samples before the end of {len(seq.token_ids)} tokens")
         seq.num_computed_tokens = start
-        found = ScheduledSlice(seq, start, num_tokens, num_samples)
-        cut_at_sample(seq.token_ids, found)
-        return found
+        return ScheduledSlice(seq, start, num_tokens, num_samples)
 
     def _moves(self, name: str, pairs: Iterable[list[int]]) -> tuple[tuple[int, int], ...]:
         device, host = (1, self.header.num_pages), (0, self.header.num_host_pages)

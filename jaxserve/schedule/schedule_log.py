@@ -178,7 +178,6 @@ class ScheduleLogWriter:
             new_tokens = _tell_tokens(told, one)
             if new_tokens:
                 tokens[told.number] = new_tokens
-            cut_at_sample(told.token_ids, one)
         return pages, tokens
 
     def _introduce(self, one: ScheduledSlice) -> _Told:
@@ -257,14 +256,6 @@ def outcomes(plan: StepPlan, sampled: SampledTokens) -> list[list[int] | None]:
             found.append(sampled.token_ids[row, : sampled.num_tokens[row]].tolist())
         row += one.num_samples
     return found
-
-
-def cut_at_sample(token_ids: array, one: ScheduledSlice) -> None:
-    """Drops what was known behind a slice that samples: after a step that was cut short it is not
-    any more.
-    """
-    if one.num_samples:
-        del token_ids[one.start + one.num_tokens :]
 
 
 def take_outcome(token_ids: array, one: ScheduledSlice, ids: list[int] | None) -> None:

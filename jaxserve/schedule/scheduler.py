@@ -78,7 +78,7 @@ class Scheduler:
             kv=kv,
             parked=self.parked,
             policy=policy,
-            max_num_partial_prefills=chunk_sizes.max_num_partial_prefills,
+            chunk_sizes=chunk_sizes,
             namespace=self.namespace,
         )
         self._weights_version = 0

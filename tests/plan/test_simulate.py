@@ -163,6 +163,16 @@ def test_sequential_hits_are_those_of_an_lru_list_of_blocks(name, page_size, cap
     assert expected > 0.02
 
 
+def test_other_evictions_are_no_lru_list():
+    """The control of the test above."""
+    trace = read_trace(DATA / TRACES[1], "mooncake", max_requests=150)
+    expected = hit_rate([r.blocks.tolist() for r in trace.requests], 1500)
+    cache = {"page_size": 512, "num_pages": 1501, "eviction": "lfu"}
+    found = simulate(arm(cache=cache, arrivals="sequential"), trace).block_hit_rate
+    assert found is not None
+    assert abs(found - expected) > 0.001
+
+
 @pytest.mark.parametrize(
     ("num_cached", "num_prompt", "page_size", "hits"),
     [

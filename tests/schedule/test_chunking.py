@@ -302,7 +302,19 @@ def test_a_target_that_no_step_can_meet_stalls_nobody(admission, max_num_seqs):
     run.check_outputs()
 
 
-def test_a_target_leaves_room_for_somebody_new_but_for_no_more_than_the_budget():
+def test_a_target_leaves_room_for_somebody_new():
+    run = run_with_target(1e-9)
+    run.add("stream", [1], 60)
+    run.step(5)
+    run.add("new", range(100, 105), 2)
+    run.step(12)
+    assert "new" in run.parts
+    assert "stream" in run.ids_running()
+    run.drain()
+    run.check_outputs()
+
+
+def test_a_target_never_raises_the_budget():
     run = run_with_target(1e-9, max_num_batched_tokens=2, max_num_seqs=2)
     for i in range(3):
         run.add(str(i), [i], 6)

@@ -88,9 +88,9 @@ def test_tokens_that_nobody_takes_make_chunks_longer():
     run.step()
     run.add("long", range(100, 190), 2)
     run.add("waits", range(5), 2)
-    run.step()
+    run.step(2)
     assert run.ids_running() == ["stream", "long"]
-    assert run.sequence("long").num_computed_tokens == 15
+    assert run.sequence("long").num_computed_tokens == 2 * 15
     run.drain()
     run.check_outputs()
 

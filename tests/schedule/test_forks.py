@@ -165,6 +165,21 @@ def test_while_others_run_a_newcomer_takes_from_ended_ones_but_not_from_older_on
     run.check_all_pages_are_back()
 
 
+def test_a_fork_that_waits_to_be_held_later_has_not_ended():
+    run = Direct(num_pages=10, enable_prefix_caching=False, admission="priority", max_num_seqs=2)
+    run.add([1], 30)
+    parent = run.add(range(20), 9)
+    run.step()
+    child = run.fork(parent, 20, [7], 3, priority=9, hold=True)
+    run.finish(parent)
+    newcomer = run.add(range(200, 212), 2)
+    run.step()
+    assert newcomer.status is Status.WAITING
+    assert len(child.page_table) == 5
+    run.drain()
+    run.check_all_pages_are_back()
+
+
 def test_while_others_run_a_newcomer_takes_from_newer_ones():
     run = Direct(num_pages=10, enable_prefix_caching=False)
     run.add([1], 30)

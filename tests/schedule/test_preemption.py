@@ -13,6 +13,7 @@ from jaxserve.request import merge_outputs
 from jaxserve.schedule.preemption import MAX_PREEMPTIONS, PreemptionMode
 from jaxserve.schedule.sequence import Status
 from tests.fakes import FakeExecutor, make_engine
+from tests.schedule.direct import Direct
 from tests.schedule.runs import Run
 
 MODES = ["recompute", "swap", "auto"]
@@ -130,17 +131,43 @@ def test_a_newcomer_is_not_admitted_with_the_pages_of_unfinished_prompts():
 
 
 def test_nobody_is_admitted_in_the_step_that_preempts():
-    """Else it would get the pages that were just given up."""
-    run = crowded()
-    counters = run.engine.scheduler.counters
-    num_seen = 0
-    while run.engine.has_work():
-        before, num_before = set(run.ids_running()), counters.num_preemptions
+    """Else it would get the pages that were just given up, if it comes before the one that gave
+    them.
+    """
+    run = Run(make_engine(num_pages=9, max_num_seqs=2, admission="priority"))
+    run.add("high", range(8), 20, priority=0)
+    run.add("low", range(100, 108), 20, priority=9)
+    run.step()
+    run.add("middle", [5], 2, priority=5)
+    low = run.sequence("low")
+    while not low.num_preemptions:
+        assert run.ids_waiting() == ["middle"]  # no slot
         run.step()
-        if counters.num_preemptions > num_before:
-            num_seen += 1
-            assert set(run.ids_running()) <= before
-    assert num_seen
+    assert run.ids_running() == ["high"]
+    run.step()
+    assert run.ids_running() == ["high", "middle"]
+    run.drain()
+    run.check_outputs()
+
+
+def test_a_swapped_sequence_computes_nothing_that_others_computed_meanwhile():
+    run = Direct(
+        num_host_pages=9,
+        preemption_mode="swap",
+        admission="priority",
+        max_num_seqs=1,
+        max_num_batched_tokens=8,
+    )
+    swapped = run.add(range(20), 2, priority=5)
+    run.step()
+    run.scheduler._preempt(swapped)
+    run.add(range(20), 1, priority=0)
+    run.steps(2)
+    assert run.seqs == [swapped]
+    before = run.executor.num_computed_tokens
+    run.drain()
+    assert run.executor.num_computed_tokens - before == 2
+    run.check_all_pages_are_back()
 
 
 def test_one_that_was_preempted_often_is_admitted_for_good():

@@ -234,11 +234,12 @@ def test_waiting_is_bounded_and_counted(admission, monkeypatch):
 
 
 def test_nobody_waits_for_a_prefix_that_differs_before_the_page_ends():
-    run = Run(make_engine(max_num_batched_tokens=8))
+    run = Run(make_engine(max_num_batched_tokens=128))
     run.add("one", range(30), 2)
     run.add("another", [0, 1, 2, 99, *range(4, 30)], 2)
     run.add("short", [0, 1, 2], 2)
     run.step()
+    assert len(run.parts) == 3
     assert run.engine.scheduler.counters.num_prefix_waits == 0
     run.drain()
     run.check_outputs()

@@ -356,6 +356,7 @@ def change(step: dict, path: str, value: object) -> None:
         (4, "slices/0/0", 77, "line 5: KeyError 77"),
         (4, "slices/0/2", 0, r"line 5: slice \[0, 0, 0, 1\]"),
         (4, "slices/0/2", 10, "line 5: slice .* of a sequence of 9 tokens"),
+        (4, "slices/0/2", 8, "line 5: slice .* samples before the end of 9 tokens"),
         (4, "pages/0", [0, 1], "line 5: slice .* passes its 1 pages"),
         (4, "pages/0/2", 40, r"line 5: page 40 is not in \[1, 40\)"),
         (4, "pages/0/2", 0, "line 5: page 0 is not in"),
