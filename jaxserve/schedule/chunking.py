@@ -167,6 +167,18 @@ class ChunkSizes:
             shares[index] = tokens
         return shares, budget - sum(chunks)
 
+    def first_chunk(self, num_tokens: int, budget: int, *, alone: bool) -> int:
+        """The most tokens that a newcomer may begin with.
+
+        Args:
+            num_tokens: that it has to compute.
+            budget: what is left of the step.
+            alone: nobody else has a prompt to compute.
+        """
+        if self._short_first or alone or num_tokens <= self._budget:
+            return budget
+        return min(budget, self._threshold)
+
     def _step_budget(self, num_decoding: int, num_running: int) -> int:
         """The token budget; smaller while decoding sequences have a target to meet, but never so
         small that a running sequence gets nothing or nobody new can begin.

@@ -39,6 +39,8 @@ from jaxserve.schedule.prefix_wait import PrefixWait
 from jaxserve.schedule.queue import NumCached, Policy, WaitingQueue
 from jaxserve.schedule.sequence import Candidates, Namespace, Sequence, Status
 
+MAX_PASSED = 64  # of those that wait for a prefix, before a step looks no further
+
 
 class Scheduler:
     """Owns the queues and, through the KV manager, the pages.
@@ -222,7 +224,10 @@ class Scheduler:
             seq = self._next_in_line(passed, num_cached)
             if seq is None:
                 break
-            num_tokens = self.entrance.admit(seq, budget, self.running, partial)
+            alone = not partial and len(self.waiting) == 1
+            to_compute = len(seq.token_ids) - self.entrance.num_cached(seq)
+            most = self.chunk_sizes.first_chunk(to_compute, budget, alone=alone)
+            num_tokens = self.entrance.admit(seq, most, self.running, partial)
             if num_tokens == 0:
                 break
             self._start(seq)
@@ -244,7 +249,7 @@ class Scheduler:
                 seq, self.running, num_cached
             ):
                 return seq
-            if self.policy.in_order:
+            if self.policy.in_order or len(passed) == MAX_PASSED:
                 return None
             passed.add(seq)
         return None

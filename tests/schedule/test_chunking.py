@@ -107,7 +107,7 @@ def test_a_long_prompt_leaves_what_is_over_the_threshold_to_others():
     assert num_tokens_of(run) == {"long": 7, "other": 9}  # with the one that nobody else wanted
     run.add("next", range(200, 240), 2)
     run.step()
-    assert num_tokens_of(run) == {"other": 1, "long": 6, "next": 9}
+    assert num_tokens_of(run) == {"other": 1, "long": 9, "next": 6}  # the older has what is over
     run.drain()
     run.check_outputs()
 
@@ -320,3 +320,26 @@ def test_a_target_never_raises_the_budget():
         run.add(str(i), [i], 6)
     run.drain(max_steps=30)
     run.check_outputs()
+
+
+@pytest.mark.parametrize("admission", ["fcfs", "short_first"])
+def test_a_long_newcomer_leaves_room_for_those_behind_it_from_its_first_chunk_on(admission):
+    run = Run(
+        make_engine(
+            max_num_batched_tokens=16, max_model_len=256, num_pages=128, admission=admission
+        )
+    )
+    run.add("long", range(100), 2)
+    run.add("short", [1, 2, 3, 4], 2)
+    run.step()
+    assert run.steps["short"] == [0]
+    assert num_tokens_of(run) == {"long": 12, "short": 4}
+    run.drain()
+    run.check_outputs()
+
+
+def test_a_long_newcomer_alone_gets_the_whole_step():
+    run = Run(make_engine(max_num_batched_tokens=16, max_model_len=256, num_pages=128))
+    run.add("long", range(100), 2)
+    run.step()
+    assert num_tokens_of(run) == {"long": 16}
