@@ -45,7 +45,8 @@ class Entrance:
         """Tokens that a waiting sequence would not have to compute again."""
         if len(seq.page_table):
             return seq.num_computed_tokens
-        return self._kv.peek(self._namespace(seq), seq.token_ids)
+        num_swapped = 0 if seq.host_pages is None else seq.host_pages.num_tokens
+        return max(num_swapped, self._kv.peek(self._namespace(seq), seq.token_ids))
 
     def admit(
         self, seq: Sequence, budget: int, running: Several[Sequence], partial: Several[Sequence]
