@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Several
 from contextlib import contextmanager
 
-from jaxserve.errors import InvalidRequestError, shown
+from jaxserve.errors import ConfigError, InvalidRequestError, shown
 from jaxserve.executor import Executor
 from jaxserve.groups.beams import BeamGroup, check_beams
 from jaxserve.groups.choices import ChoiceGroup, one_watcher_per_choice
@@ -253,10 +253,17 @@ class Engine:
 
         Args:
             params: as the executor's own: same tree, shapes and types.
+
+        Raises:
+            ConfigError: they are not; nothing has changed.
         """
         with self._exclusive("update_params"):
             self._in_change = True
-            self.executor.update_params(params)
+            try:
+                self.executor.update_params(params)
+            except ConfigError:  # the old ones stay, and all that they computed
+                self._in_change = False
+                raise
             self.scheduler.change_weights()
             self._in_change = False
             for observer in self.observers:

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from jaxserve.errors import InvalidRequestError
+from jaxserve.errors import ConfigError, InvalidRequestError
 from jaxserve.request import CacheSalt, Request, SamplingParams, merge_outputs
 from tests.fakes import VOCAB_SIZE, drain, expected_tokens, make_engine, next_token
 
@@ -298,3 +298,21 @@ def test_new_weights_are_used_at_once_and_nothing_of_the_old_ones_is():
     held = prompt + ids(parts["held"])
     engine.fork("held", "branch", sampling_params=greedy(1))
     assert ids(drain(engine)["branch"]) == [next_token([i + 50 for i in held])]
+
+
+def test_refused_weights_cost_nobody_anything(monkeypatch):
+    engine = make_engine(page_size=4)
+    add(engine, "root", list(range(10)), num_tokens=6)
+    for _ in range(2):
+        engine.step()
+
+    def refuse(_):
+        raise ConfigError("another shape")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.executor, "update_params", refuse)
+        with pytest.raises(ConfigError, match="another shape"):
+            engine.update_params(1)
+    before = engine.stats().num_scheduled_tokens
+    drain(engine)
+    assert engine.stats().num_scheduled_tokens - before == 4

@@ -158,9 +158,10 @@ class DeviceExecutor:
         self._take_params(put_params(params, self._shapes.model.abstract_params, own=True))
 
     def _take_params(self, params: Params) -> None:
-        self._params = params
-        self._layer_params = self._shapes.model.layer_params(params)
-        self._head_params = self._shapes.model.head_params(params)
+        layers = self._shapes.model.layer_params(params)
+        head = self._shapes.model.head_params(params)
+        # Stores and no call: an interrupt leaves the old weights or the new ones, never some of each.
+        self._params, self._layer_params, self._head_params = params, layers, head
 
     def submit(self, batch: DeviceBatch) -> DeviceStep:
         """Starts a step; returns before it is done where the platform allows.

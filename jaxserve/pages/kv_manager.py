@@ -161,6 +161,11 @@ class KVManager:
         table.append(match.page_ids)
         table.node, table.num_tree_pages = match.node, len(match.page_ids)
 
+    def count_hit(self, table: PageTable) -> None:
+        """Says that what was adopted will be used: eviction by hits counts it."""
+        if self.tree is not None and table.node is not None:
+            self.tree.count_hit(table.node)
+
     def grow(self, table: PageTable, num_tokens: int, write_from: int) -> bool:
         """Makes a table ready for a step: room for `num_tokens` tokens, and no other owner of the
         pages that positions from `write_from` on fall into.

@@ -70,7 +70,7 @@ class RadixNode:
         self.lock_ref = 0  # users of this node or of a node below it
         self.last_used = 0  # on the tree's clock
         self.created = 0  # on the tree's clock
-        self.num_hits = 0  # matches that went through
+        self.num_hits = 0  # matched and used by so many sequences
         self.priority = 0  # of the most important request that put or found it here
         self.queued = False  # has an entry in the heap of leaves
 

@@ -92,23 +92,30 @@ class RadixTree:
         return path[-1].num_prefix_pages - num_over if path else 0
 
     def match(self, namespace: Hashable, token_ids: TokenIds) -> TreeMatch:
-        """The longest prefix of `token_ids` in full pages, noted as a use of its path.
+        """The longest prefix of `token_ids` in full pages; its path is as if just used.
 
         Returns:
             Its pages and a node that ends exactly there (an edge is split if needed). The node is
-            not locked yet.
+            not locked yet; `count_hit` says that its pages are put to use.
         """
         root = self.root(namespace)
         self._clock += 1
         root.last_used = self._clock
-        root.num_hits += 1
         page_ids: list[int] = []
         path = self._descend(root, token_bytes(token_ids))
         for node in path:
             node.last_used = self._clock
-            node.num_hits += 1
             page_ids += node.page_ids
         return TreeMatch(page_ids, path[-1] if path else root)
+
+    def count_hit(self, node: RadixNode) -> None:
+        """Counts a hit of every page up to the end of `node`, which the caller has locked.
+
+        Not a part of `match`: who waits for room may match its prefix in every step, and uses it
+        once.
+        """
+        for step in node.path():
+            step.num_hits += 1
 
     def root(self, namespace: Hashable) -> RadixNode:
         """The node where every prefix of `namespace` begins, made on first use.

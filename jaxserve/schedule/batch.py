@@ -6,6 +6,7 @@ that are made read-only here: on CPU jax may use a numpy buffer in place, so an 
 `submit` would change the running step. Writing to a submitted batch raises instead.
 """
 
+from array import array
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
@@ -127,30 +128,33 @@ def build_batch(plan: "StepPlan", buckets: Buckets, max_pages: int) -> DeviceBat
     Returns:
         A `DeviceBatch` of fresh, read-only arrays.
     """
-    max_seqs = buckets.max_num_seqs
-    num_seqs = len(plan.slices)
-    token_ids = np.zeros(plan.bucket.num_tokens, np.int32)
-    positions = np.zeros(plan.bucket.num_tokens, np.int32)
+    max_seqs, num_seqs = buckets.max_num_seqs, len(plan.slices)
+    ids = array("i")
     page_table = np.zeros((max_seqs, max_pages), np.int32)
-    kv_lens = np.zeros(max_seqs, np.int32)
-    cu_q_lens = np.zeros(max_seqs + 1, np.int32)
-    logit_rows = np.zeros(max_seqs, np.int32)
-    end = 0
-    sampling = []
-    for row, one in enumerate(plan.slices):
-        begin, end = end, end + one.num_tokens
-        stop = one.start + one.num_tokens
-        token_ids[begin:end] = one.seq.token_ids[one.start : stop]
-        positions[begin:end] = range(one.start, stop)
-        pages = one.seq.page_table.row
+    for row, (seq, start, num_tokens, _) in enumerate(plan.slices):
+        if num_tokens == 1:  # most of them: nothing is cut out of the tokens
+            ids.append(seq.token_ids[start])
+        else:
+            ids.extend(seq.token_ids[start : start + num_tokens])
+        pages = seq.page_table.row
         page_table[row, : len(pages)] = pages
-        kv_lens[row] = stop
-        cu_q_lens[row + 1] = end
-        if one.num_samples:
-            logit_rows[len(sampling)] = end - 1
-            sampling.append(one.seq)
-    cu_q_lens[num_seqs + 1 :] = end
-    num_single = sum(one.num_tokens == 1 for one in plan.slices)
+    starts, counts, num_samples = (
+        np.array([one[i] for one in plan.slices], np.int32) for i in (1, 2, 3)
+    )
+    token_ids = np.zeros(plan.bucket.num_tokens, np.int32)
+    token_ids[: plan.num_tokens] = ids
+    cu_q_lens = np.full(max_seqs + 1, plan.num_tokens, np.int32)
+    cu_q_lens[0] = 0
+    np.cumsum(counts, out=cu_q_lens[1 : num_seqs + 1])
+    positions = np.zeros(plan.bucket.num_tokens, np.int32)
+    positions[: plan.num_tokens] = np.arange(plan.num_tokens, dtype=np.int32)
+    positions[: plan.num_tokens] += np.repeat(starts - cu_q_lens[:num_seqs], counts)
+    kv_lens = np.zeros(max_seqs, np.int32)
+    kv_lens[:num_seqs] = starts + counts
+    sampling = [one.seq for one in plan.slices if one.num_samples]
+    logit_rows = np.zeros(max_seqs, np.int32)
+    logit_rows[: len(sampling)] = cu_q_lens[1 : num_seqs + 1][num_samples > 0] - 1
+    num_single = int(np.count_nonzero(counts == 1))
     return DeviceBatch(
         bucket=plan.bucket,
         num_rows=len(sampling),
@@ -178,13 +182,13 @@ def _sampling_arrays(seqs: list, num_rows: int) -> dict[str, np.ndarray]:
     params = [seq.request.sampling_params for seq in seqs]
 
     def column(values: list, dtype: type, fill: float) -> np.ndarray:
-        array = np.full(num_rows, fill, dtype)
-        array[: len(values)] = values
-        return array
+        filled = np.full(num_rows, fill, dtype)
+        filled[: len(values)] = values
+        return filled
 
     seeds = np.zeros((num_rows, 2), np.uint32)
-    for row, seq in enumerate(seqs):
-        seeds[row] = seq.seed >> 32, seq.seed & 0xFFFFFFFF
+    words = np.array([seq.seed for seq in seqs], np.uint64)
+    seeds[: len(seqs), 0], seeds[: len(seqs), 1] = words >> 32, words & 0xFFFFFFFF
     return {
         "temperature": column([_f32_temperature(p.temperature) for p in params], np.float32, 0.0),
         "top_k": column([max(p.top_k, 0) for p in params], np.int32, 0),

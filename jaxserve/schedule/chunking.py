@@ -141,13 +141,14 @@ class ChunkSizes:
 
     def share(self, running: list[Sequence], waiting: WaitingQueue) -> tuple[list[int], int]:
         """Tokens of the next step for each running sequence, at least 1, and what is left."""
-        shares = [min(1, seq.num_tokens_to_compute) for seq in running]
-        partial = [i for i, seq in enumerate(running) if seq.num_tokens_to_compute > 1]
+        shares = [1] * len(running)
+        to_compute = [seq.num_tokens_to_compute for seq in running]
+        partial = [index for index, tokens in enumerate(to_compute) if tokens > 1]
         num_decoding = len(running) - len(partial)
         budget = self._step_budget(num_decoding, len(running)) - num_decoding
         if not partial:
             return shares, budget
-        remaining = [running[i].num_tokens_to_compute for i in partial]
+        remaining = [to_compute[i] for i in partial]
         if self._short_first:
             shortest = min((len(seq.token_ids) for seq in waiting.head()), default=None)
             reserve = max(1, budget // 4)

@@ -93,6 +93,8 @@ class Entrance:
                 self._kv.free(seq.page_table)
                 seq.num_computed_tokens = 0
             return 0
+        if not has_pages:
+            self._kv.count_hit(seq.page_table)
         begin = seq.num_computed_tokens
         if not self._kv.grow(seq.page_table, begin + num_tokens, begin):
             raise RuntimeError("pages seen available a moment ago are gone")

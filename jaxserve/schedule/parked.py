@@ -4,7 +4,7 @@ scheduler, which gives them up, the newest first, before anyone running is preem
 Invariant: every waiting or held sequence that owns device pages is parked.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from jaxserve.pages.kv_manager import KVManager
 from jaxserve.schedule.counters import SchedulerCounters
@@ -22,7 +22,7 @@ class Parked:
     def __init__(self, kv: KVManager, counters: SchedulerCounters):
         self._kv = kv
         self._counters = counters
-        self._seqs: list[Sequence] = []
+        self._seqs: set[Sequence] = set()
 
     def __len__(self) -> int:
         return len(self._seqs)
@@ -34,7 +34,7 @@ class Parked:
         return seq in self._seqs
 
     def add(self, seq: Sequence) -> None:
-        self._seqs.append(seq)
+        self._seqs.add(seq)
 
     def remove(self, seq: Sequence) -> None:
         """Leaves a sequence its pages: it runs now."""
@@ -46,8 +46,7 @@ class Parked:
 
     def give_up_pages(self, seq: Sequence) -> None:
         """Device and host pages of any sequence, whatever it has; what is lost is computed again."""
-        if seq in self._seqs:
-            self._seqs.remove(seq)
+        self._seqs.discard(seq)
         self._kv.free(seq.page_table)
         seq.num_computed_tokens = 0
         if seq.host_pages is not None:
@@ -63,12 +62,14 @@ class Parked:
         ones that are held, and any when nothing else runs.
         """
         order = newcomer.order
-        others = [seq for seq in self._seqs if seq is not newcomer]
-        if not nobody_runs:
-            others = [seq for seq in others if seq.order > order or _has_ended(seq)]
+        others = [
+            seq
+            for seq in self._seqs
+            if seq is not newcomer and (nobody_runs or seq.order > order or _has_ended(seq))
+        ]
         return self._give_up_newest_of(others)
 
-    def _give_up_newest_of(self, seqs: list[Sequence]) -> bool:
+    def _give_up_newest_of(self, seqs: Collection[Sequence]) -> bool:
         if not seqs:
             return False
         self.give_up_pages(max(seqs, key=lambda seq: seq.order))

@@ -4,9 +4,10 @@ a step later. So sixteen requests with one prefix compute it once.
 Used by the scheduler. The waiting is bounded and counted.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from jaxserve.schedule.counters import SchedulerCounters
+from jaxserve.schedule.queue import NumCached
 from jaxserve.schedule.sequence import Sequence
 
 MAX_STEPS = 64  # that one sequence waits in all
@@ -24,9 +25,7 @@ class PrefixWait:
         self._page_size = page_size
         self._counters = counters
 
-    def must_wait(
-        self, seq: Sequence, running: Iterable[Sequence], num_cached: Callable[[Sequence], int]
-    ) -> bool:
+    def must_wait(self, seq: Sequence, running: Iterable[Sequence], num_cached: NumCached) -> bool:
         """Whether `seq` should not be admitted yet, since one of the `running` is about to compute
         the next page that it needs; each of them computes at least one token in every step.
         """
@@ -42,7 +41,7 @@ class PrefixWait:
         return True
 
     def _is_on_its_way(
-        self, seq: Sequence, running: Iterable[Sequence], num_cached: Callable[[Sequence], int]
+        self, seq: Sequence, running: Iterable[Sequence], num_cached: NumCached
     ) -> bool:
         """Whether a running one has the page that follows the cached prefix of `seq` among its known
         tokens and has not computed it yet.

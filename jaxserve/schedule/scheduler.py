@@ -21,6 +21,7 @@ Invariants (`check_invariants`):
 """
 
 from collections.abc import Iterable
+from functools import cache
 from itertools import chain
 
 from jaxserve.pages.kv_manager import KVManager
@@ -35,7 +36,7 @@ from jaxserve.schedule.parked import Parked
 from jaxserve.schedule.plan import ScheduledSlice, StepPlan, StepResult
 from jaxserve.schedule.preemption import PreemptionMode
 from jaxserve.schedule.prefix_wait import PrefixWait
-from jaxserve.schedule.queue import Policy, WaitingQueue
+from jaxserve.schedule.queue import NumCached, Policy, WaitingQueue
 from jaxserve.schedule.sequence import Candidates, Namespace, Sequence, Status
 
 MAX_PASSED = 64  # of those that wait for a prefix, before a step looks no further
@@ -216,10 +217,11 @@ class Scheduler:
         """Lets waiting sequences run with what is left of the budget; returns what is left then."""
         partial = [one.seq for one in slices if not one.num_samples]
         passed: set[Sequence] = set()
+        num_cached = cache(self.entrance.num_cached)  # looked up once a step, however many join
         while self.waiting and budget > 0 and len(self.running) < self.buckets.max_num_seqs:
             if not self.gate.may_admit(len(self.running)):
                 break
-            seq = self._next_in_line(passed)
+            seq = self._next_in_line(passed, num_cached)
             if seq is None:
                 break
             alone = not partial and len(self.waiting) == 1
@@ -235,24 +237,22 @@ class Scheduler:
             budget -= num_tokens
         return budget
 
-    def _next_in_line(self, passed: set[Sequence]) -> Sequence | None:
+    def _next_in_line(self, passed: set[Sequence], num_cached: NumCached) -> Sequence | None:
         """Whom to admit next. Who waits for pages that are on their way holds up the others, or is
         passed, as the policy says.
         """
-        for seq in self.waiting.candidates(self.entrance.num_cached):
+        for seq in self.waiting.candidates(num_cached):
             if seq in passed:
                 continue
-            if not self._must_wait_for_prefix(seq):
+            # Without a tree it would find nothing.
+            if self.kv.tree is None or not self.prefix_wait.must_wait(
+                seq, self.running, num_cached
+            ):
                 return seq
             if self.policy.in_order or len(passed) == MAX_PASSED:
                 return None
             passed.add(seq)
         return None
-
-    def _must_wait_for_prefix(self, seq: Sequence) -> bool:
-        if self.kv.tree is None:
-            return False  # it would find nothing
-        return self.prefix_wait.must_wait(seq, self.running, self.entrance.num_cached)
 
     def _start(self, seq: Sequence) -> None:
         if seq in self.parked:
@@ -274,13 +274,14 @@ class Scheduler:
     def _use_leftover(self, slices: list[ScheduledSlice], budget: int) -> None:
         """Tokens that nobody else took make chunks longer, as far as pages allow."""
         for index, one in enumerate(slices):
-            rest = one.seq.num_tokens_to_compute - one.num_tokens
-            extra = min(rest, budget)
-            if extra > 0 and self.kv.grow(
-                one.seq.page_table, one.start + one.num_tokens + extra, one.start
-            ):
-                slices[index] = _slice(one.seq, one.num_tokens + extra)
-                budget -= extra
+            if budget <= 0:
+                return
+            if one.num_samples:
+                continue  # it computes all that it has
+            num_tokens = min(one.seq.num_tokens_to_compute, one.num_tokens + budget)
+            if self.kv.grow(one.seq.page_table, one.start + num_tokens, one.start):
+                slices[index] = _slice(one.seq, num_tokens)
+                budget -= num_tokens - one.num_tokens
 
     def update(self, plan: StepPlan, sampled: SampledTokens) -> StepResult:
         """Takes in a step's result: progress, pages for others to find, and the sampled tokens.
@@ -290,21 +291,29 @@ class Scheduler:
             failed (the engine ends them).
         """
         result = StepResult([], [])
+        # All at once: taking numbers out of an array one by one is slow.
+        token_ids, logprobs = sampled.token_ids.tolist(), sampled.logprobs.tolist()
+        num_sampled, finite = sampled.num_tokens.tolist(), sampled.finite.tolist()
         row = 0
         for index, one in enumerate(plan.slices):
             seq, first_row = one.seq, row
             row += one.num_samples
             seq.num_iterations += 1
-            if not sampled.finite[index]:
+            if not finite[index]:
                 result.failed.append(seq)
                 continue
             seq.num_computed_tokens += one.num_tokens
             self.kv.record(
                 seq.page_table, seq.token_ids, seq.num_computed_tokens, seq.request.priority
             )
-            if one.num_samples:
-                _take_row(seq, sampled, first_row)
-                result.advanced.append(seq)
+            if not one.num_samples:
+                continue
+            if seq.wants_candidates:
+                seq.candidates = _candidates_of_row(sampled, first_row)
+            else:
+                for m in range(num_sampled[first_row]):
+                    seq.append(token_ids[first_row][m], logprobs[first_row][m])
+            result.advanced.append(seq)
         self.counters.observe(plan)
         return result
 
@@ -365,11 +374,7 @@ def _slice(seq: Sequence, num_tokens: int) -> ScheduledSlice:
     return ScheduledSlice(seq, seq.num_computed_tokens, num_tokens, int(reaches_end))
 
 
-def _take_row(seq: Sequence, sampled: SampledTokens, row: int) -> None:
-    if seq.wants_candidates:
-        assert sampled.candidate_ids is not None
-        assert sampled.candidate_logprobs is not None
-        seq.candidates = Candidates(sampled.candidate_ids[row], sampled.candidate_logprobs[row])
-        return
-    for m in range(sampled.num_tokens[row]):
-        seq.append(int(sampled.token_ids[row, m]), float(sampled.logprobs[row, m]))
+def _candidates_of_row(sampled: SampledTokens, row: int) -> Candidates:
+    assert sampled.candidate_ids is not None
+    assert sampled.candidate_logprobs is not None
+    return Candidates(sampled.candidate_ids[row], sampled.candidate_logprobs[row])

@@ -12,7 +12,7 @@ from jaxserve.cli.run import run_flags
 from jaxserve.config import ADMISSION, EVICTION, PREEMPTION_MODES
 from jaxserve.schedule.preemption import MAX_PREEMPTIONS
 from jaxserve.schedule.prefix_wait import MAX_STEPS
-from jaxserve.schedule.queue import LPM_WINDOW, PATIENCE
+from jaxserve.schedule.queue import PATIENCE, WINDOW
 from jaxserve.stats import GROUPS, EngineStats
 from tests.cli.conftest import ROOT, read_records
 from tests.cli.test_run import write_lines
@@ -66,7 +66,7 @@ def test_names_are_those_of_the_code():
 
 
 def test_numbers_are_those_of_the_code():
-    assert f"among the oldest {LPM_WINDOW} " in TEXT
+    assert f"among the oldest {WINDOW} " in TEXT
     assert f"at most {MAX_STEPS} steps" in TEXT
     assert PATIENCE == 4, "every fourth admission"
     assert MAX_PREEMPTIONS == 4, "preempted three times"

@@ -8,6 +8,7 @@ import pytest
 
 from jaxserve.device.compile_counter import CompileCounter
 from jaxserve.errors import ConfigError
+from jaxserve.model.registry import ModelFunctions
 from jaxserve.weights.loader import load_params, open_checkpoint
 from tests import numpy_llama
 from tests.device.executors import Slice, make_batch, shared_executor, untied_checkpoint
@@ -99,6 +100,19 @@ def test_weights_of_another_form_are_refused_by_name_and_the_old_ones_stay(execu
         ConfigError, match=r"\['scale'\]: expected float32\[48\], found float32\[7\]"
     ):
         executor.update_params(wrong)
+    np.testing.assert_array_equal(logprobs(executor), before)
+
+
+@pytest.mark.parametrize("method", ["layer_params", "head_params"])
+def test_cut_short_it_leaves_the_old_weights_whole(executor, monkeypatch, method):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = logprobs(executor)
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelFunctions, method, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            executor.update_params(other_params())
     np.testing.assert_array_equal(logprobs(executor), before)
 
 

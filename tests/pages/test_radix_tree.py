@@ -182,6 +182,7 @@ class Checked:
         """A request: a match of the first `cut` tokens, a lock, and what it computes after."""
         match = self.tree.match(namespace, FORMATS[form](tokens[:cut]))
         self.tree.lock(match.node)
+        self.tree.count_hit(match.node)
         assert match.page_ids == self.model_match(namespace, tokens[:cut])
         num_matched = len(match.page_ids) * self.page_size
         self.holders.append(((namespace, tuple(tokens[:num_matched])), match.node))
@@ -515,7 +516,7 @@ def test_the_policy_decides_who_goes_first(eviction, order):
     for token, priority in zip([1, 2, 3, 4], [0, 1, 5, 5], strict=True):
         tree.unlock(insert(tree, [token], token, priority=priority))
     for token in [1, 1, 2, 2, 4, 3, 1]:
-        tree.match(None, [token])
+        tree.count_hit(tree.match(None, [token]).node)
     assert [tree.evict(1) for _ in order] == [[token] for token in order]
 
 

@@ -5,7 +5,7 @@ namespaces, waited for but not for ever.
 import pytest
 
 from jaxserve.request import CacheSalt, merge_outputs
-from jaxserve.schedule import prefix_wait
+from jaxserve.schedule import prefix_wait, queue
 from tests.fakes import expected_tokens, make_engine
 from tests.schedule.runs import Run
 
@@ -267,3 +267,38 @@ def test_static_scheduling_forms_its_batch_though_its_members_wait_for_a_prefix(
     assert len(run.ids_running()) == num_members
     run.drain()
     run.check_outputs()
+
+
+def test_waiting_for_room_beside_a_cached_prefix_is_one_hit():
+    """However many steps it looks for room: eviction by hits would else keep what is wanted once."""
+    run = Run(make_engine(num_pages=18, max_model_len=64, eviction="lfu"))
+    run.add("cold", range(16), 1)
+    run.drain()
+    run.add("hog", range(100, 128), 24)
+    run.step()
+    run.add("blocked", range(40), 2)
+    run.step(8)
+    assert run.ids_waiting() == ["blocked"]
+    tree = run.engine.scheduler.kv.tree
+    namespace = run.engine.scheduler.namespace(run.sequence("blocked"))
+    hits = tree.match(namespace, list(range(16))).node.num_hits
+    run.drain()
+    run.check_outputs()
+    assert (hits, num_cached(run, "blocked")) == (0, 16)
+    assert tree.match(namespace, list(range(16))).node.num_hits == 1
+
+
+@pytest.mark.parametrize("admission", ["lpm", "short_first"])
+def test_a_step_looks_at_so_many_that_wait_and_no_more(admission, monkeypatch):
+    """Else thousands that wait for one prefix would hold up every step."""
+    monkeypatch.setattr(queue, "WINDOW", 3)
+    run = Run(make_engine(num_pages=200, admission=admission))
+    run.add("long", range(100), 1)
+    run.step()
+    for i in range(8):
+        run.add(str(i), [*range(60), 500 + i], 1)
+    run.step()
+    assert run.engine.scheduler.counters.num_prefix_wait_steps == 3
+    run.drain()
+    run.check_outputs()
+    assert num_computed(run) == 100 + 8
