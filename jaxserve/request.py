@@ -197,6 +197,8 @@ def merge_outputs(parts: Sequence[RequestOutput]) -> RequestOutput:
 def merge_completions(pieces: Sequence[CompletionOutput]) -> CompletionOutput:
     """Joins what came of one choice, in order."""
     last = pieces[-1]
+    if len(pieces) == 1:  # as after almost every step
+        return last
     has_logprobs = last.logprobs is not None
     return CompletionOutput(
         index=last.index,

@@ -62,6 +62,9 @@ class Outbox:
 
     def remove(self, group: Group | None = None, index: int | None = None) -> None:
         """Forgets what `gather` with the same arguments returns."""
+        if group is None and index is None:
+            self._kept, self.ready = [], {}
+            return
         left = [
             (owner, tuple(one for one in completions if index is not None and one.index != index))
             if group is None or owner is group
