@@ -382,7 +382,7 @@ def test_a_trace_that_does_not_fit_is_refused(changes, fault):
 
 
 def test_whole_prompts_longer_than_any_step_are_refused():
-    with pytest.raises(ConfigError, match="chunked_prefill False .* 1048600 .* holds 1048576"):
+    with pytest.raises(ConfigError, match=r"chunked_prefill False .* 1048600 .* holds 1048576"):
         simulate(arm(chunked_prefill=False, unlimited_pages=True), uniform(1, 2**20, 24))
 
 
@@ -396,7 +396,7 @@ def test_more_pages_than_anybody_can_fill_are_not_made():
     assert measured(result) == expected | {"num_pages": 2**31 - 1}
     # Each request fits, but what all of them could fill is too much.
     many = uniform(150, 2**24, 2)
-    with pytest.raises(ConfigError, match="num_pages must be at most 134217728 .* tokens of the tr"):
+    with pytest.raises(ConfigError, match=r"num_pages must be at most 134217728 .* got"):
         simulate(arm(unlimited_pages=True), many)
 
 
