@@ -28,6 +28,7 @@ PREEMPTION_MODES = ("auto", "recompute", "swap")
 EVICTION = ("lru", "lfu", "fifo", "priority")
 MIN_PAGE_SIZE = 4
 MAX_GIB = 2**20
+MAX_NUM_BATCHED_TOKENS = 2**20
 
 
 def _check_int(name: str, value: object, low: int, high: int = 2**31 - 1) -> None:
@@ -50,11 +51,15 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {shown(value)}")
 
 
-def _check_positive(name: str, value: object, high: float = math.inf) -> None:
+def _check_positive(
+    name: str, value: object, high: float = math.inf, *, or_zero: bool = False
+) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     # Compared, not converted: an integer may be beyond every float, and NaN fails each comparison.
-    if not is_number or not 0 < value < math.inf or not value <= high:  # type: ignore[operator]
-        raise ConfigError(f"{name} must be a number in (0, {high}], got {shown(value)}")
+    is_positive = is_number and 0 < value < math.inf and value <= high  # type: ignore[operator]
+    if not is_positive and not (or_zero and is_number and value == 0):
+        limits = f"{'[' if or_zero else '('}0, {high}{')' if high == math.inf else ']'}"
+        raise ConfigError(f"{name} must be a number in {limits}, got {shown(value)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +106,7 @@ class CacheConfig:
         _check_positive("memory_utilization", self.memory_utilization, 1.0)
         _check_bool("enable_prefix_caching", self.enable_prefix_caching)
         _check_choice("eviction", self.eviction, EVICTION)
-        if self.host_kv_gib != 0 or isinstance(self.host_kv_gib, bool):
-            _check_positive("host_kv_gib", self.host_kv_gib, MAX_GIB)
+        _check_positive("host_kv_gib", self.host_kv_gib, MAX_GIB, or_zero=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +150,7 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         _check_int("max_num_seqs", self.max_num_seqs, 1, 4096)
-        _check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**20)
+        _check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1, MAX_NUM_BATCHED_TOKENS)
         _check_choice("scheduling", self.scheduling, SCHEDULING)
         _check_choice("admission", self.admission, ADMISSION)
         _check_optional_int("max_num_partial_prefills", self.max_num_partial_prefills, 1)

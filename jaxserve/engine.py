@@ -23,7 +23,7 @@ from jaxserve.groups.group import Group
 from jaxserve.groups.limits import Limits
 from jaxserve.groups.outbox import Outbox, count_tokens
 from jaxserve.request import Request, RequestOutput, as_token_ids
-from jaxserve.sampling_params import SamplingParams, require_within
+from jaxserve.sampling_params import SamplingParams, plain, require, require_within
 from jaxserve.schedule.batch import build_batch
 from jaxserve.schedule.observer import StepObserver, StepRecord
 from jaxserve.schedule.plan import StepPlan, StepResult
@@ -129,25 +129,28 @@ class Engine:
         Source: tree of thoughts over shared KV pages, SGLang (Zheng et al., 2024), section 3.
         """
         with self._exclusive("fork"):
-            group = self._group(request_id)
+            group = self._group(request_id) if isinstance(request_id, str) else None
             if group is None:
                 raise InvalidRequestError(
                     f"request {shown(request_id)} is neither in flight nor held", param="id"
                 )
             parent, known = group.branch_point(index)
-            num_tokens = len(known) if num_tokens is None else num_tokens
+            num_tokens = len(known) if num_tokens is None else plain(num_tokens)
             require_within("num_tokens", num_tokens, 1, len(known))
-            if isinstance(append_token_ids, str) or not isinstance(append_token_ids, Iterable):
-                raise InvalidRequestError(
-                    f"append_token_ids must be a list of token ids, got {shown(append_token_ids)}",
-                    param="append_token_ids",
-                )
+            is_list = not isinstance(append_token_ids, str | bytes | dict)
+            require(
+                is_list and isinstance(append_token_ids, Iterable),
+                "append_token_ids",
+                append_token_ids,
+                "a list of token ids",
+            )
             old = group.request
             request = Request(
                 id=new_id,
                 prompt_token_ids=[*known[:num_tokens], *append_token_ids],
-                sampling_params=sampling_params
-                or dataclasses.replace(old.sampling_params, seed=None, n=1),
+                sampling_params=dataclasses.replace(old.sampling_params, seed=None, n=1)
+                if sampling_params is None
+                else sampling_params,
                 priority=old.priority,
                 cache_salt=old.cache_salt,
                 hold=hold,

@@ -40,8 +40,8 @@ class CacheSalt(NamedTuple):
     """What separates the cached pages of one group of requests from those of another.
 
     Args:
-        kind: where the salt comes from ("request", "api_key"): equal values of different kinds are
-            different salts.
+        kind: where the salt comes from ("request", "api_key"), at least one character: equal values
+            of different kinds are different salts.
         value: the salt, at least one character.
     """
 
@@ -79,6 +79,9 @@ class Request:
     beam: BeamParams | None = None
 
     def __post_init__(self) -> None:
+        require(isinstance(self.id, str), "id", self.id, "a text")
+        params = self.sampling_params
+        require(isinstance(params, SamplingParams), "sampling_params", params, "SamplingParams")
         object.__setattr__(self, "priority", plain(self.priority))
         require(
             is_int(self.priority) and -(2**31) <= self.priority < 2**31,
@@ -93,11 +96,12 @@ class Request:
         require(
             salt is None
             or (
-                isinstance(salt, CacheSalt) and isinstance(salt.value, str) and len(salt.value) > 0
+                isinstance(salt, CacheSalt)
+                and all(isinstance(part, str) and len(part) > 0 for part in salt)
             ),
             "cache_salt",
             self.cache_salt,
-            "a text of at least one character, a CacheSalt, or None",
+            "a text of at least one character, a CacheSalt of two such texts, or None",
         )
         require(isinstance(self.hold, bool), "hold", self.hold, "a boolean")
         if self.hold and self.sampling_params.max_tokens == 0:

@@ -8,7 +8,7 @@ import pytest
 from jaxserve.config import EngineConfig
 from jaxserve.engine import derive_seed
 from jaxserve.errors import ConfigError, InvalidRequestError, shown
-from jaxserve.request import Request, SamplingParams, merge_outputs
+from jaxserve.request import CacheSalt, Request, SamplingParams, merge_outputs
 from tests.fakes import drain, expected_tokens, make_engine
 
 PROMPT = [5, 6, 7]
@@ -187,6 +187,32 @@ def test_a_bad_sampling_field_is_named_with_its_value(name, value):
     assert name in caught.value.message
     assert shown(value) in caught.value.message or name == "stop"
     assert caught.value.to_dict()["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("id", None),
+        ("id", 7),
+        ("sampling_params", None),
+        ("sampling_params", {"n": 1}),
+        ("priority", 1.5),
+        ("priority", 2**31),
+        ("priority", True),
+        ("cache_salt", ""),
+        ("cache_salt", b"x"),
+        ("cache_salt", CacheSalt("request", "")),
+        ("cache_salt", CacheSalt("", "x")),
+        ("cache_salt", CacheSalt([], "x")),  # no cache could be asked for its pages
+        ("hold", 1),
+        ("beam", {"beam_width": 2}),
+    ],
+)
+def test_a_bad_request_field_is_named(name, value):
+    with pytest.raises(InvalidRequestError) as caught:
+        Request(**({"id": "a", "prompt_token_ids": PROMPT} | {name: value}))
+    assert caught.value.param == name
+    assert name in caught.value.message
 
 
 def test_values_in_messages_are_cut():

@@ -65,10 +65,16 @@ class IntegersParser(flags.ArgumentParser):
 
 
 def define_integer(
-    name: str, default: int | None, text: str, *, lower_bound: int | None = None, **group: Any
+    name: str,
+    default: int | None,
+    text: str,
+    *,
+    lower_bound: int | None = None,
+    upper_bound: int | None = None,
+    **group: Any,
 ) -> None:
     """As `absl.flags.DEFINE_integer`, with a message that says what is wanted."""
-    parser = IntegerParser(lower_bound=lower_bound)
+    parser = IntegerParser(lower_bound=lower_bound, upper_bound=upper_bound)
     flags.DEFINE(parser, name, default, text, serializer=flags.ArgumentSerializer(), **group)
 
 

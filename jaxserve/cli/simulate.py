@@ -107,7 +107,12 @@ def _define_trace(values: flags.FlagValues) -> None:
     flags.DEFINE_string("trace", None, "The trace file.", **group)
     flags.DEFINE_enum("format", None, list(TRACE_FORMATS), "How it is written.", **group)
     define_integer(
-        "max_requests", None, "Read only so many requests; unset = all.", lower_bound=1, **group
+        "max_requests",
+        None,
+        "Read only so many requests; unset = all.",
+        lower_bound=1,
+        upper_bound=2**31 - 1,
+        **group,
     )
     flags.DEFINE_enum(
         "arrivals",

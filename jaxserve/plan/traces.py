@@ -148,6 +148,8 @@ def read_trace(path: str | Path, format: str, *, max_requests: int | None = None
         raise TraceError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise TraceError(f"{path}: not UTF-8 text: {error.reason}") from None
+    except ValueError as error:  # a zero byte in the name
+        raise TraceError(f"cannot read {str(path)!r}: {error}") from None
     if not requests:
         raise TraceError(f"{path} holds no requests")
     return Trace(name=path.name, requests=requests)
@@ -157,7 +159,10 @@ def _ordered(requests: Iterable[tuple[_Line, TraceRequest]]) -> Iterator[TraceRe
     last = -math.inf
     for line, request in requests:
         if request.arrival_s < last:
-            raise line.error("timestamp must not be before that of the request above it")
+            raise line.error(
+                "timestamp must not be before that of the request above it: it is "
+                f"{request.arrival_s - last:+g} s"
+            )
         last = request.arrival_s
         yield request
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from jaxserve.cli.flags import COMPILATION_CACHE_DIR
 from jaxserve.llm import LLM
 from jaxserve.pages.kv_manager import KVManager
 from jaxserve.pages.page_table import PageTable
@@ -21,6 +22,7 @@ from jaxserve.schedule.preemption import PreemptionMode
 
 WORKLOADS = Path(__file__).resolve().parent.parent / "workloads"
 BEAM_WIDTH = 6
+NUM_PRESSED = 12  # requests of w1 for which there are too few pages
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,8 +57,10 @@ def prefix_cache(model: str, repeats: int) -> Turns:
 
 
 def preemption(model: str, repeats: int, share: float = 0.3) -> Turns:
-    """w1 in pages for a part of what it needs at once, preemption_mode auto, then recompute."""
-    requests = _workload("w1")
+    """The first requests of w1 in pages for a part of what they need at once, preemption_mode auto,
+    then recompute.
+    """
+    requests = _workload("w1")[:NUM_PRESSED]
     page_size = 16
     demand = sum(-(-(len(r["prompt_token_ids"]) + r["max_tokens"]) // page_size) for r in requests)
     llm = _small_llm(
@@ -135,7 +139,7 @@ def beams(model: str) -> dict[str, object]:
 
 
 def _small_llm(model: str, **options: object) -> LLM:
-    return LLM(model, max_model_len=1024, **options)
+    return LLM(model, max_model_len=1024, compilation_cache_dir=COMPILATION_CACHE_DIR, **options)
 
 
 def _workload(name: str) -> list[dict]:

@@ -127,6 +127,7 @@ def test_defaults_are_the_engine_s_but_for_the_limits():
         (["--num_pages=20"], "num_pages 20 is too small: a request of"),
         (["--page_size=24"], "page_size must be a power of two, got 24"),
         (["--max_requests=0"], "--max_requests=0"),
+        (["--max_requests=99999999999999999999"], "not an integer in the range [1, 2147483647]"),
         (["--max_num_seqs=0"], "max_num_seqs must be an integer in [1,"),
         (["--max_model_len=100"], "max_model_len 100 is too small"),
         (["--num_chips=3"], "num_chips must divide the model's 32 query heads, got 3"),

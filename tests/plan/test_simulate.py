@@ -375,11 +375,39 @@ def test_settings_that_cannot_be_are_refused(changes, fault):
             },
             "num_pages 100 is too small: .* needs 129",
         ),
+        (
+            {
+                "allocator": "contiguous_max",
+                "cache": {"enable_prefix_caching": False, "num_pages": 2**31 - 1},
+            },
+            "num_pages must be at most 134217728 .* got 2147483647",
+        ),
+        ({"rate_scale": 1e-12}, "rate_scale 1e-12 lets the last request arrive after 2e.12 s"),
+        ({"rate_scale": 1e-320}, "arrive after inf s"),
     ],
 )
 def test_a_trace_that_does_not_fit_is_refused(changes, fault):
     with pytest.raises(ConfigError, match=fault):
-        simulate(arm(**changes), uniform(2, 200, 100))
+        simulate(arm(**changes), uniform(2, 200, 100, every_s=2.0))
+
+
+def test_whole_prompts_longer_than_any_step_are_refused():
+    with pytest.raises(ConfigError, match=r"chunked_prefill False .* 1048600 .* holds 1048576"):
+        simulate(arm(chunked_prefill=False, unlimited_pages=True), uniform(1, 2**20, 24))
+
+
+def test_more_pages_than_anybody_can_fill_are_not_made():
+    """2**31 pages, and more in host RAM, would take 100 GB of lists."""
+    trace = uniform(2, 200, 100)
+    much = {"num_pages": 2**31 - 1, "host_kv_gib": 2.0**20}
+    result = simulate(arm(cache=much), trace)
+    assert result.num_pages == 2**31 - 1
+    expected = measured(simulate(arm(unlimited_pages=True), trace))
+    assert measured(result) == expected | {"num_pages": 2**31 - 1}
+    # Each request fits, but what all of them could fill is too much.
+    many = uniform(150, 2**24, 2)
+    with pytest.raises(ConfigError, match=r"num_pages must be at most 134217728 .* got"):
+        simulate(arm(unlimited_pages=True), many)
 
 
 def test_the_json_is_json():

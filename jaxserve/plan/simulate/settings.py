@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from jaxserve.config import CacheConfig, SchedulerConfig
+from jaxserve.config import MAX_NUM_BATCHED_TOKENS, CacheConfig, SchedulerConfig
 from jaxserve.errors import ConfigError, shown
 from jaxserve.executor import StepCosts
 from jaxserve.pages.kv_manager import KVManager
@@ -29,6 +29,8 @@ CONTIGUOUS: dict[str, Callable[..., KVManager]] = {
 }
 ALLOCATORS = ("paged", *CONTIGUOUS)
 DEFAULT_PAGE_SIZE = 16
+MAX_PAGES = 2**27  # of the pool, and of host RAM: each costs some 50 bytes of our own
+MAX_CLOCK_S = 2.0**30  # 34 years; the clock still tells a microsecond there
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +127,7 @@ def build_setup(config: SimulationConfig, trace: Trace) -> Setup:
     """
     page_size = config.page_size
     roofline = Roofline(config.model, config.chip, num_chips=config.num_chips)
+    _check_clock(config, trace)
     longest = _longest(config, trace)
     max_model_len = config.max_model_len or longest
     if longest > max_model_len:
@@ -149,15 +152,27 @@ def build_setup(config: SimulationConfig, trace: Trace) -> Setup:
         page_move_s=roofline.page_move_s(page_size),
     )
     host_page_bytes = roofline.page_bytes(page_size) * config.num_chips
+    made = {
+        "num_pages": num_pages,
+        "num_host_pages": int(config.cache.host_kv_gib * GIB // host_page_bytes),
+    }
+    if config.allocator == "paged":  # pages that nobody could ever use are not made
+        enough = _pages_for_all(config, trace, max_model_len)
+        made = {name: min(count, enough) for name, count in made.items()}
+    for name, count in made.items():
+        if count > MAX_PAGES:
+            raise ConfigError(
+                f"{name} must be at most {MAX_PAGES} in a simulation (num_pages, host_kv_gib, and "
+                f"the tokens of the trace), got {count}"
+            )
     scheduler = build_scheduler(
         _scheduler_config(config, max_model_len),
         config.cache,
-        num_pages=num_pages,
+        **made,
         page_size=page_size,
         max_model_len=max_model_len,
-        num_host_pages=int(config.cache.host_kv_gib * GIB // host_page_bytes),
         costs=costs,
-        kv=_contiguous_kv(config, num_pages, max_model_len),
+        kv=_contiguous_kv(config, made["num_pages"], max_model_len),
         whole_prompts=not config.chunked_prefill,
     )
     return Setup(
@@ -166,6 +181,15 @@ def build_setup(config: SimulationConfig, trace: Trace) -> Setup:
         num_pages=None if config.unlimited_pages else num_pages,
         max_model_len=max_model_len,
     )
+
+
+def _check_clock(config: SimulationConfig, trace: Trace) -> None:
+    last_s = trace.requests[-1].arrival_s / config.rate_scale
+    if config.arrivals == "timed" and last_s > MAX_CLOCK_S:
+        raise ConfigError(
+            f"rate_scale {config.rate_scale:g} lets the last request arrive after {last_s:g} s, but "
+            f"the clock ends at {MAX_CLOCK_S:g}"
+        )
 
 
 def _longest(config: SimulationConfig, trace: Trace) -> int:
@@ -203,6 +227,11 @@ def _scheduler_config(config: SimulationConfig, max_model_len: int) -> Scheduler
         return config.scheduler
     everybody = max_model_len + config.scheduler.max_num_seqs
     budget = max(config.scheduler.max_num_batched_tokens, everybody)
+    if budget > MAX_NUM_BATCHED_TOKENS:
+        raise ConfigError(
+            f"chunked_prefill False needs steps of max_model_len {max_model_len} + max_num_seqs "
+            f"{config.scheduler.max_num_seqs} tokens, but a step holds {MAX_NUM_BATCHED_TOKENS}"
+        )
     return dataclasses.replace(config.scheduler, max_num_batched_tokens=budget)
 
 
