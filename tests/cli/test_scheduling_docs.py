@@ -20,7 +20,7 @@ from tests.llms import shared_llm
 from tests.test_readme import blocks, commands
 
 TEXT = (ROOT / "docs" / "scheduling.md").read_text()
-OPTIONS = {"page_size": 4, "max_num_seqs": 8}  # as in other tests of forks
+OPTIONS = {"page_size": 4}  # as in other tests of forks
 
 
 def test_commands(made, model, tmp_path, monkeypatch, capsys):
