@@ -124,7 +124,7 @@ class Machine(RuleBasedStateMachine):
         prompt = [*tokens[:num_tokens], *more]
         params = SamplingParams(n=n, max_tokens=4, temperature=1, seed=pick, ignore_eos=True)
         is_there = self.engine.has_request(name) or name in self.held
-        is_forkable = is_there and (index not in parent.reasons or name in self.held)
+        is_forkable = is_there and (index not in parent.reasons or parent.hold)
         if parent.beam or not is_forkable or parent.reasons.get(index) in NO_CUT:
             with pytest.raises(InvalidRequestError):
                 self.engine.fork(name, "refused", index=index)

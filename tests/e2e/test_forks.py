@@ -16,11 +16,11 @@ from jaxserve.request import Request, merge_outputs
 from jaxserve.sampling_params import BeamParams, SamplingParams
 from jaxserve.schedule.preemption import PreemptionMode
 from tests import checkpoints
-from tests.e2e.test_memory import PLAIN, PRESSED
+from tests.e2e.test_memory import CACHED, PLAIN, PRESSED
 from tests.llms import greedy, shared_llm, stream_all
 from tests.text.tokenizers_for_tests import byte_level
 
-PAGE_4 = {"page_size": 4, "max_num_seqs": 8}  # as in tests/cli/test_scheduling_docs.py
+PAGE_4 = CACHED
 PROMPTS = [[(7 * i + 3 * length) % 512 for i in range(length)] for length in (5, 8, 11)]
 ORACLE = json.loads((Path(__file__).parent.parent / "oracles" / "beams.json").read_text("utf-8"))
 
