@@ -89,7 +89,7 @@ class Request:
             self.priority,
             "an integer in [-2**31, 2**31)",
         )
-        salt = self.cache_salt
+        salt = given = self.cache_salt
         if isinstance(salt, str):
             salt = CacheSalt("request", salt)
             object.__setattr__(self, "cache_salt", salt)
@@ -100,7 +100,7 @@ class Request:
                 and all(isinstance(part, str) and len(part) > 0 for part in salt)
             ),
             "cache_salt",
-            self.cache_salt,
+            given,
             "a text of at least one character, a CacheSalt of two such texts, or None",
         )
         require(isinstance(self.hold, bool), "hold", self.hold, "a boolean")

@@ -213,6 +213,7 @@ def test_a_bad_request_field_is_named(name, value):
         Request(**({"id": "a", "prompt_token_ids": PROMPT} | {name: value}))
     assert caught.value.param == name
     assert name in caught.value.message
+    assert caught.value.message.endswith(f"got {shown(value)}")
 
 
 def test_values_in_messages_are_cut():
