@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine import derive_seed
 from jaxserve.errors import ConfigError, InvalidRequestError, shown
 from jaxserve.request import CacheSalt, Request, SamplingParams, merge_outputs
+from jaxserve.seeds import choice_seed, derive_seed
 from tests.fakes import drain, expected_tokens, make_engine
 
 PROMPT = [5, 6, 7]
@@ -250,3 +250,7 @@ def test_derived_seeds_are_fixed():
     assert derive_seed(0, 0) == derive_seed(0, 0)
     assert len({derive_seed(s, i) for s in range(3) for i in range(100)}) == 300
     assert derive_seed(0, 1) == 0xF227960998E4764C
+    choices = {choice_seed(s, i) for s in range(3) for i in range(1, 100)}
+    assert len(choices) == 297
+    assert choices.isdisjoint(derive_seed(s, i) for s in range(3) for i in range(100))
+    assert choice_seed(7, 0) == 7

@@ -12,11 +12,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from jaxserve.engine import derive_seed
 from jaxserve.errors import InvalidRequestError
 from jaxserve.request import CompletionOutput, Request, RequestOutput
 from jaxserve.sampling_params import BeamParams, SamplingParams
 from jaxserve.schedule.queue import POLICIES
+from jaxserve.seeds import choice_seed
 from tests.fakes import expected_beams, make_engine, next_token
 
 POISON = 7
@@ -216,7 +216,7 @@ class Machine(RuleBasedStateMachine):
         assert POISON not in context, "of a context that is no number"
         if one.params.temperature > 0:
             assert one.params.seed is not None
-            seed = derive_seed(one.params.seed, index) if index else one.params.seed
+            seed = choice_seed(one.params.seed, index)
             context += [seed >> 32, seed & 0xFFFFFFFF, len(tokens) - len(one.prompt)]
         assert token == next_token(context)
         tokens.append(token)

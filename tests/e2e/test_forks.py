@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxserve.engine import derive_seed
 from jaxserve.errors import InvalidRequestError
 from jaxserve.llm import LLM
 from jaxserve.request import Request, merge_outputs
 from jaxserve.sampling_params import BeamParams, SamplingParams
 from jaxserve.schedule.preemption import PreemptionMode
+from jaxserve.seeds import choice_seed
 from tests import checkpoints
 from tests.e2e.test_memory import CACHED, PLAIN, PRESSED
 from tests.llms import greedy, shared_llm, stream_all
@@ -33,7 +33,7 @@ def drawn(**fields: object) -> SamplingParams:
 def one_by_one(prompt: list[int], n: int) -> list:
     """Each choice as a request of its own."""
     llm = shared_llm(**PAGE_4)
-    params = [drawn(seed=derive_seed(5, i) if i else 5) for i in range(n)]
+    params = [drawn(seed=choice_seed(5, i)) for i in range(n)]
     return [llm.generate([prompt], one)[0].outputs[0] for one in params]
 
 
