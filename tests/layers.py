@@ -9,7 +9,7 @@
     executor, schedule                                                         3
     pages, text, model, sample                                                 2
     plan.capacity, plan.roofline, model_config, sampling_params, request,
-    seeds, stats, config, errors                                                   1
+    seeds, stats, config, errors                                               1
     pallas_kernels                                                             0
 
 Imports go down or stay on a level, never up, and never in a circle; an import inside a function
