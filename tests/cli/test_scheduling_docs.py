@@ -69,4 +69,4 @@ def test_numbers_are_those_of_the_code():
     assert f"among the oldest {LPM_WINDOW} " in TEXT
     assert f"at most {MAX_STEPS} steps" in TEXT
     assert PATIENCE == 4, "every fourth admission"
-    assert MAX_PREEMPTIONS == 4, "preempted three times"
+    assert MAX_PREEMPTIONS == 4, "preempted four times"
