@@ -136,8 +136,8 @@ class Engine:
                     f"request {shown(request_id)} is neither in flight nor held", param="id"
                 )
             parent, known = group.branch_point(index)
-            num_tokens = len(known) if num_tokens is None else plain(num_tokens)
-            require_within("num_tokens", num_tokens, 1, len(known))
+            num_shared: int = len(known) if num_tokens is None else plain(num_tokens)
+            require_within("num_tokens", num_shared, 1, len(known))
             is_list = not isinstance(append_token_ids, str | bytes | dict)
             require(
                 is_list and isinstance(append_token_ids, Iterable),
@@ -148,7 +148,7 @@ class Engine:
             old = group.request
             request = Request(
                 id=new_id,
-                prompt_token_ids=[*known[:num_tokens], *append_token_ids],
+                prompt_token_ids=[*known[:num_shared], *append_token_ids],
                 sampling_params=dataclasses.replace(old.sampling_params, seed=None, n=1)
                 if sampling_params is None
                 else sampling_params,
@@ -156,7 +156,7 @@ class Engine:
                 cache_salt=old.cache_salt,
                 hold=hold,
             )
-            self._add(request, watcher, parent, num_tokens)
+            self._add(request, watcher, parent, num_shared)
 
     def _add(
         self,
