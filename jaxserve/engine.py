@@ -10,9 +10,8 @@ in the same place. What a request makes of its tokens stands in `jaxserve.groups
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Several
-from contextlib import contextmanager
 
 from jaxserve.errors import ConfigError, InvalidRequestError, shown
 from jaxserve.executor import Executor
@@ -90,7 +89,8 @@ class Engine:
         Raises:
             InvalidRequestError: the request is at fault; nothing was taken for it.
         """
-        with self._exclusive("add"):
+        with self._alone("add"):
+            self._recover()
             self._add(request, watcher)
 
     def fork(
@@ -128,15 +128,16 @@ class Engine:
 
         Source: tree of thoughts over shared KV pages, SGLang (Zheng et al., 2024), section 3.
         """
-        with self._exclusive("fork"):
+        with self._alone("fork"):
+            self._recover()
             group = self._group(request_id) if isinstance(request_id, str) else None
             if group is None:
                 raise InvalidRequestError(
                     f"request {shown(request_id)} is neither in flight nor held", param="id"
                 )
             parent, known = group.branch_point(index)
-            length = len(known) if num_tokens is None else plain(num_tokens)
-            require_within("num_tokens", length, 1, len(known))
+            num_shared: int = len(known) if num_tokens is None else plain(num_tokens)
+            require_within("num_tokens", num_shared, 1, len(known))
             is_list = not isinstance(append_token_ids, str | bytes | dict)
             require(
                 is_list and isinstance(append_token_ids, Iterable),
@@ -147,7 +148,7 @@ class Engine:
             old = group.request
             request = Request(
                 id=new_id,
-                prompt_token_ids=[*known[:length], *append_token_ids],
+                prompt_token_ids=[*known[:num_shared], *append_token_ids],
                 sampling_params=dataclasses.replace(old.sampling_params, seed=None, n=1)
                 if sampling_params is None
                 else sampling_params,
@@ -155,7 +156,7 @@ class Engine:
                 cache_salt=old.cache_salt,
                 hold=hold,
             )
-            self._add(request, watcher, parent, length)
+            self._add(request, watcher, parent, num_shared)
 
     def _add(
         self,
@@ -225,7 +226,8 @@ class Engine:
             What it still held back, with finish_reason "abort"; None when nothing of the request is
             in flight.
         """
-        with self._exclusive("abort"):
+        with self._alone("abort"):
+            self._recover()
             group = self._group(request_id) or self._outbox.owner(request_id)
             if group is None:
                 return None
@@ -260,7 +262,8 @@ class Engine:
         Raises:
             ConfigError: they are not; nothing has changed.
         """
-        with self._exclusive("update_params"):
+        with self._alone("update_params"):
+            self._recover()
             self._in_change = True
             try:
                 self.executor.update_params(params)
@@ -291,7 +294,8 @@ class Engine:
             have any. A choice that ends appears with its finish_reason, even when it released
             nothing.
         """
-        with self._exclusive("step"):
+        with self._alone("step"):
+            self._recover()
             self._in_change = True
             plan = self.scheduler.schedule()
             if plan is not None:
@@ -333,23 +337,25 @@ class Engine:
                 self._held_groups[group.request.id] = group
             del self._groups[group.request.id]
 
-    @contextmanager
-    def _exclusive(self, method: str) -> Iterator[None]:
-        """One call at a time, and none on what a cut-short step has left behind."""
-        if not self._one_at_a_time.acquire(blocking=False):
+    def _alone(self, method: str) -> threading.Lock:
+        """The lock that a call holds, for its `with`; refuses a call while another one is inside.
+
+        A plain lock in a `with` of its own: no interrupt comes between taking it and being sure to
+        give it back. (Two that pass the check at the same time come one after the other.)
+        """
+        if self._one_at_a_time.locked():
             raise RuntimeError(
                 f"Engine.{method} was called while another thread is inside the engine: "
                 "drive an engine from one thread, or put a lock around it"
             )
-        try:
-            if self._in_change:
-                self._recover()
-            yield
-        finally:
-            self._one_at_a_time.release()
+        return self._one_at_a_time
 
     def _recover(self) -> None:
-        """Throws away pages and queues; each unfinished sequence waits again with what was seen of it."""
+        """After a call that was cut short: throws away pages and queues; each unfinished sequence
+        waits again with what was seen of it.
+        """
+        if not self._in_change:
+            return
         self._outbox.keep()
         groups = self._groups | self._held_groups
         seqs = [seq for group in groups.values() for seq in group.rewind()]
