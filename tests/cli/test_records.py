@@ -221,6 +221,48 @@ def test_an_older_file_is_kept_by_a_start_that_fails(run, made, prompts, tmp_pat
     assert log.read_text() == "older\n"
 
 
+def test_a_resumed_run_keeps_the_files_of_its_earlier_parts(run, model, prompts, tmp_path, capsys):
+    out, stats, log = (tmp_path / name for name in ("out.jsonl", "stats", "log"))
+    flags = [f"--input={prompts}", f"--output={out}", f"--stats_file={stats}"]
+    flags += [f"--schedule_log={log}", *FLAGS]
+    assert run(*flags) == 0
+    first = stats.read_bytes(), log.read_bytes()
+    for number in (2, 3):
+        out.write_bytes(b"".join(out.read_bytes().splitlines(keepends=True)[:4]))
+        assert run(*flags, "--resume") == 0
+        assert (stats.read_bytes(), log.read_bytes()) == first
+        err = capsys.readouterr().err
+        for flag, path in (("stats_file", stats), ("schedule_log", log)):
+            assert f"--{flag}={path} holds an earlier part" in err
+            assert f"goes to {path}.{number}\n" in err
+        assert read_records(Path(f"{stats}.{number}"))[-1]["tokens"]["num_output_tokens"] == 3 * 9
+        command = ["replay", f"--model={model}", f"--schedule_log={log}.{number}"]
+        assert main(command) == 0
+    assert run(*flags, "--resume") == 0, "nothing is left to do"
+    assert not Path(f"{log}.4").exists()
+    assert run(*flags, "--overwrite") == 0
+    assert log.read_bytes() != first[1], "a new run replaces them"
+    assert len(read_records(log)) == len(first[1].splitlines())
+
+
+def test_an_empty_file_is_no_earlier_part(run, prompts, tmp_path):
+    log = tmp_path / "log"
+    log.touch()
+    flags = [f"--input={prompts}", f"--output={tmp_path / 'o'}", f"--schedule_log={log}"]
+    assert run(*FLAGS, *flags, "--resume") == 0
+    assert "step" in log.read_text()
+    assert not Path(f"{log}.2").exists()
+
+
+def test_the_next_part_must_not_be_another_file(run, made, prompts, tmp_path, capsys):
+    log = tmp_path / "log"
+    log.write_text("earlier\n")
+    flags = [f"--input={prompts}", f"--output={log}.2", f"--schedule_log={log}", "--resume"]
+    assert run(*flags) == 2
+    assert f"--schedule_log={log}.2 and --output={log}.2" in capsys.readouterr().err
+    assert made == []
+
+
 def test_a_kill_leaves_whole_lines(start, tmp_path):
     stats, log = tmp_path / "stats", tmp_path / "log"
     flags = [f"--stats_file={stats}", "--stats_interval_s=0", f"--schedule_log={log}"]
