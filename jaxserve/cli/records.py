@@ -215,6 +215,7 @@ class EngineRecords(AbstractContextManager["EngineRecords"]):
         self._files: list[LineFile] = []
         self._observers: list[StepObserver] = []
         self._stats_file: StatsFile | None = None
+        self._schedule_log: ScheduleLogWriter | None = None
         if flags.stats_file is not None:
             write = self._open(flags, "stats_file", flags.stats_file).write
             self._stats_file = StatsFile(write, engine.stats, flags.stats_interval_s)
@@ -227,7 +228,8 @@ class EngineRecords(AbstractContextManager["EngineRecords"]):
                 host_kv_gib=float(options["host_kv_gib"]),  # type: ignore[arg-type]
             )
             write = self._open(flags, "schedule_log", flags.schedule_log).write
-            self._observers.append(ScheduleLogWriter(write, header))
+            self._schedule_log = ScheduleLogWriter(write, header)
+            self._observers.append(self._schedule_log)
         engine.observers.extend(self._observers)
 
     def _open(self, flags: RecordFlags, flag: str, path: str) -> LineFile:
@@ -244,12 +246,13 @@ class EngineRecords(AbstractContextManager["EngineRecords"]):
     def __exit__(self, *exc: object) -> None:
         for observer in self._observers:
             self._engine.observers.remove(observer)
-        try:
-            if self._stats_file is not None:
-                self._stats_file.write_line()
-        finally:
+        with contextlib.ExitStack() as stack:  # one that cannot be written does not stop the others
             for file in self._files:
-                file.close()
+                stack.callback(file.close)
+            if self._stats_file is not None:
+                stack.callback(self._stats_file.write_line)
+            if self._schedule_log is not None:
+                stack.callback(self._schedule_log.close)
 
 
 def fingerprint(model: str) -> str:

@@ -31,7 +31,8 @@ USAGE = """\
 usage: jaxserve replay --model=DIR|FILE.gguf|NAME --schedule_log=FILE [flags]
 
 Runs every step of a log that `jaxserve run` or `bench` wrote (--schedule_log) again, on an engine of the
-same shapes and with no scheduling, and compares the tokens.
+same shapes and with no scheduling, and compares the tokens. A log that was cut short is replayed as far as
+it goes, and the line that tells the result says so.
 exit code: 0 the same tokens, 1 a token differs (which is said first), 2 could not be replayed, 130 or 143
 stopped by SIGINT or SIGTERM
 """
@@ -90,9 +91,12 @@ def _replay(model: str, path: str, cache_dir: str) -> int:
     if done.difference is not None:
         write_stdout(f"{done.difference}\n")
         return 1
+    cut = (
+        "" if done.is_whole else "; the log has no end: it was cut short or is still being written"
+    )
     write_stdout(
         f"the same {done.num_tokens} tokens in {done.num_steps} steps, "
-        f"{time.monotonic() - started:.1f} s\n"
+        f"{time.monotonic() - started:.1f} s{cut}\n"
     )
     return 0
 

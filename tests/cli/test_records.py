@@ -107,6 +107,7 @@ def test_a_replay_gives_the_same_tokens(log_run, model, made, capsys, flags):
     out = capsys.readouterr().out
     first, again = made
     assert out.startswith(f"the same {7 * 9} tokens in {first.engine.stats().num_steps} steps")
+    assert "no end" not in out
     assert again.engine.stats().num_steps == 0, "its scheduler took no part"
     assert (again.engine.executor.slots == first.engine.executor.slots).all()
 
@@ -121,6 +122,17 @@ def test_a_changed_token_is_found(log_run, model, made, capsys):
     out = capsys.readouterr().out
     assert out.startswith("step 6: request '")
     assert out.count("\n") == 1
+
+
+def test_a_log_that_was_cut_at_a_lines_end_is_told(log_run, model, capsys):
+    log = log_run()
+    *lines, last = log.read_bytes().splitlines(keepends=True)
+    assert json.loads(last) == {"end": {"num_steps": json.loads(lines[-1])["step"]}}
+    log.write_bytes(b"".join(lines))
+    assert main(["replay", f"--model={model}", f"--schedule_log={log}"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"the same {7 * 9} tokens in ")
+    assert out.endswith(" s; the log has no end: it was cut short or is still being written\n")
 
 
 def test_another_model_is_refused(log_run, model, made, capsys):
@@ -275,6 +287,20 @@ def test_a_kill_leaves_whole_lines(start, tmp_path):
     process.wait()
     assert len(read_records(stats)) > 1
     assert "step" in read_records(log)[-1]
+
+
+def test_a_stop_leaves_a_log_with_its_end(start, tmp_path):
+    log = tmp_path / "log"
+    process = start(0.01, f"--schedule_log={log}", "--max-tokens=1000", "--ignore-eos", "hello")
+    deadline = time.monotonic() + 60
+    while not log.exists() or b'"step":' not in log.read_bytes():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    *_, last_step, end = read_records(log)
+    assert end == {"end": {"num_steps": last_step["step"]}}
 
 
 def test_a_full_disk_ends_the_run_and_leaves_whole_lines(tmp_path):
