@@ -7,6 +7,7 @@ size, pages, limits, dtypes, attention backend) comes from the log's header, so 
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from absl import flags
@@ -78,7 +79,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _replay(model: str, path: str, cache_dir: str) -> int:
-    log = ScheduleLog(_lines(path))
+    with _faults_of(path):
+        log = ScheduleLog(_lines(path))
     header = log.header
     _check_model(model, header)
     options = header.engine_options()
@@ -87,7 +89,8 @@ def _replay(model: str, path: str, cache_dir: str) -> int:
     llm = text_engine.load_llm(model, options)
     _check_engine(llm.engine, header)
     started = time.monotonic()
-    done = replay(llm.engine.executor, log)
+    with _faults_of(path):
+        done = replay(llm.engine.executor, log)
     if done.difference is not None:
         write_stdout(f"{done.difference}\n")
         return 1
@@ -99,6 +102,15 @@ def _replay(model: str, path: str, cache_dir: str) -> int:
         f"{time.monotonic() - started:.1f} s{cut}\n"
     )
     return 0
+
+
+@contextmanager
+def _faults_of(path: str) -> Iterator[None]:
+    """What is wrong with a line, said with its file."""
+    try:
+        yield
+    except ScheduleLogError as error:
+        raise ScheduleLogError(f"{path}, {error}") from None
 
 
 def _lines(path: str) -> Iterator[bytes]:
@@ -131,4 +143,4 @@ def _check_engine(engine: text_engine.EngineLike, header: LogHeader) -> None:
             for (name, then), now in zip(vars(header).items(), vars(made).values(), strict=True)
             if then != now
         )
-        raise ScheduleLogError(f"{name} was {then!r} and would be {now!r} now")
+        raise ScheduleLogError(f"{name} was {then!r} in the log and would be {now!r} now")

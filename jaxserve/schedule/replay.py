@@ -199,10 +199,20 @@ def _records(lines: Iterable[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
         if not line.endswith(b"\n"):
             return
         with _faults_of(number):
-            record = json.loads(line)
+            record = _json(line, "not valid JSON" if number > 1 else "not a schedule log")
             if not isinstance(record, dict):
                 raise ValueError("not an object")
         yield number, record
+
+
+def _json(line: bytes, fault: str) -> Any:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:  # its own text counts lines within the line
+        msg, position = error.msg.removesuffix(" at"), error.pos + 1
+        raise ValueError(f"{fault}: {msg} at character {position}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{fault}: not UTF-8 at byte {error.start}") from None
 
 
 @contextmanager

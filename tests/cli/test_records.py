@@ -135,6 +135,32 @@ def test_a_log_that_was_cut_at_a_lines_end_is_told(log_run, model, capsys):
     assert out.endswith(" s; the log has no end: it was cut short or is still being written\n")
 
 
+@pytest.mark.parametrize(
+    ("number", "line", "words"),
+    [
+        (1, b"prompt: hello\n", "not a schedule log: Expecting value at character 1"),
+        (1, b"\xff\x00\n", "not a schedule log: not UTF-8 at byte 0"),
+        (1, b'{"prompt": "hello"}\n', "not the header of a schedule log of this version"),
+        (
+            4,
+            b'{"step": 1,\n',
+            "not valid JSON: Expecting property name enclosed in double quotes at",
+        ),
+        (4, b'{"step": 1}\n', "KeyError 'bucket'"),
+    ],
+)
+def test_a_fault_is_told_with_file_and_line(log_run, model, capsys, number, line, words):
+    log = log_run()
+    lines = log.read_bytes().splitlines(keepends=True)
+    lines[number - 1] = line
+    log.write_bytes(b"".join(lines))
+    capsys.readouterr()
+    assert main(["replay", f"--model={model}", f"--schedule_log={log}"]) == 2
+    err = capsys.readouterr().err
+    assert f"{log}, line {number}: {words}" in err
+    assert err.count("line") == 1
+
+
 def test_another_model_is_refused(log_run, model, made, capsys):
     log = log_run()
     (model / "model.safetensors").write_bytes(bytes(101))
@@ -149,7 +175,7 @@ def test_an_engine_that_comes_out_otherwise_is_refused(log_run, model, made, cap
         log.read_text().replace('"attention_backend":"fake"', '"attention_backend":"xla"')
     )
     assert main(["replay", f"--model={model}", f"--schedule_log={log}"]) == 2
-    assert "attention_backend was 'xla' and would be 'fake' now" in capsys.readouterr().err
+    assert "attention_backend was 'xla' in the log and would be 'fake' now" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -159,7 +185,10 @@ def test_an_engine_that_comes_out_otherwise_is_refused(log_run, model, made, cap
         (["--model=x"], "--schedule_log is needed"),
         (["--model=x", "--schedule_log=/no/such"], "cannot read --schedule_log=/no/such: No such"),
         (["--model=x", "--schedule_log=/"], "cannot read --schedule_log=/: Is a directory"),
-        (["--model=x", "--schedule_log=/dev/null"], "line 1: not the header of a schedule log"),
+        (
+            ["--model=x", "--schedule_log=/dev/null"],
+            "/dev/null, line 1: not the header of a schedule",
+        ),
         (["--model=x", "--schedule_log=x", "y"], "unexpected argument 'y'"),
     ],
 )
