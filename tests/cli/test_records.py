@@ -175,7 +175,9 @@ def test_an_engine_that_comes_out_otherwise_is_refused(log_run, model, made, cap
         log.read_text().replace('"attention_backend":"fake"', '"attention_backend":"xla"')
     )
     assert main(["replay", f"--model={model}", f"--schedule_log={log}"]) == 2
-    assert "attention_backend was 'xla' in the log and would be 'fake' now" in capsys.readouterr().err
+    assert (
+        "attention_backend was 'xla' in the log and would be 'fake' now" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
