@@ -8,7 +8,6 @@ in the same place. What a request makes of its tokens stands in `jaxserve.groups
 """
 
 import dataclasses
-import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -30,6 +29,7 @@ from jaxserve.schedule.plan import StepPlan, StepResult
 from jaxserve.schedule.scheduler import Scheduler
 from jaxserve.schedule.sequence import Sequence
 from jaxserve.schedule.stats import scheduler_stats
+from jaxserve.seeds import choice_seed, derive_seed
 from jaxserve.stats import EngineStats
 from jaxserve.text.watcher import TokenWatcher
 
@@ -135,8 +135,8 @@ class Engine:
                     f"request {shown(request_id)} is neither in flight nor held", param="id"
                 )
             parent, known = group.branch_point(index)
-            num_tokens = len(known) if num_tokens is None else plain(num_tokens)
-            require_within("num_tokens", num_tokens, 1, len(known))
+            length = len(known) if num_tokens is None else plain(num_tokens)
+            require_within("num_tokens", length, 1, len(known))
             is_list = not isinstance(append_token_ids, str | bytes | dict)
             require(
                 is_list and isinstance(append_token_ids, Iterable),
@@ -147,7 +147,7 @@ class Engine:
             old = group.request
             request = Request(
                 id=new_id,
-                prompt_token_ids=[*known[:num_tokens], *append_token_ids],
+                prompt_token_ids=[*known[:length], *append_token_ids],
                 sampling_params=dataclasses.replace(old.sampling_params, seed=None, n=1)
                 if sampling_params is None
                 else sampling_params,
@@ -155,7 +155,7 @@ class Engine:
                 cache_salt=old.cache_salt,
                 hold=hold,
             )
-            self._add(request, watcher, parent, num_tokens)
+            self._add(request, watcher, parent, length)
 
     def _add(
         self,
@@ -196,7 +196,7 @@ class Engine:
                 request=request,
                 prompt_token_ids=prompt,
                 order=(arrival, index),
-                seed=derive_seed(seed, index) if index else seed,
+                seed=choice_seed(seed, index),
                 max_tokens=max_tokens,
                 stop_ids=stop_ids,
                 page_table=self.scheduler.kv.new_table(),
@@ -388,11 +388,3 @@ class Engine:
         assert held <= self._groups.keys() | self._held_groups.keys(), "nobody holds a sequence"
         if not queued and not held:
             assert scheduler.kv.num_owned_pages == 0, "pages leaked"
-
-
-def derive_seed(seed: int, index: int) -> int:
-    """A 64-bit seed for request number `index` of an engine (or file) seeded with `seed`; the
-    same everywhere.
-    """
-    digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big")

@@ -9,7 +9,7 @@
     executor, schedule                                                         3
     pages, text, model, sample                                                 2
     plan.capacity, plan.roofline, model_config, sampling_params, request,
-    stats, config, errors                                                      1
+    seeds, stats, config, errors                                                   1
     pallas_kernels                                                             0
 
 Imports go down or stay on a level, never up, and never in a circle; an import inside a function
@@ -25,6 +25,7 @@ LEVELS = {
     "jaxserve.config": 1,
     "jaxserve.request": 1,
     "jaxserve.sampling_params": 1,
+    "jaxserve.seeds": 1,
     "jaxserve.stats": 1,
     "jaxserve.model_config": 1,
     "jaxserve.plan": 1,

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine import derive_seed
 from jaxserve.errors import ConfigError, InvalidRequestError, shown
 from jaxserve.request import CacheSalt, Request, SamplingParams, merge_outputs
+from jaxserve.seeds import choice_seed, derive_seed
 from tests.fakes import drain, expected_tokens, make_engine
 
 PROMPT = [5, 6, 7]
@@ -213,6 +213,7 @@ def test_a_bad_request_field_is_named(name, value):
         Request(**({"id": "a", "prompt_token_ids": PROMPT} | {name: value}))
     assert caught.value.param == name
     assert name in caught.value.message
+    assert caught.value.message.endswith(f"got {shown(value)}")
 
 
 def test_a_bad_salt_is_shown_as_it_was_given():
@@ -257,3 +258,7 @@ def test_derived_seeds_are_fixed():
     assert derive_seed(0, 0) == derive_seed(0, 0)
     assert len({derive_seed(s, i) for s in range(3) for i in range(100)}) == 300
     assert derive_seed(0, 1) == 0xF227960998E4764C
+    choices = {choice_seed(s, i) for s in range(3) for i in range(1, 100)}
+    assert len(choices) == 297
+    assert choices.isdisjoint(derive_seed(s, i) for s in range(3) for i in range(100))
+    assert choice_seed(7, 0) == 7

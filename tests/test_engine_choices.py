@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.engine import derive_seed
 from jaxserve.errors import InvalidRequestError
 from jaxserve.request import Request, SamplingParams, merge_outputs
+from jaxserve.seeds import choice_seed
 from jaxserve.text.watcher import StopWatcher
 from tests.fakes import drain, expected_tokens, make_engine
 
@@ -22,7 +22,7 @@ def request(name="a", prompt=PROMPT, n=3, num_tokens=6, **fields) -> Request:
 
 
 def seed_of(index: int, seed: int = 11) -> int:
-    return derive_seed(seed, index) if index else seed
+    return choice_seed(seed, index)
 
 
 def expected_choices(prompt=PROMPT, n=3, num_tokens=6, seed=11) -> list[list[int]]:

@@ -6,10 +6,10 @@ import threading
 
 import pytest
 
-from jaxserve.engine import derive_seed
 from jaxserve.errors import InvalidRequestError
 from jaxserve.request import Request, SamplingParams, merge_outputs
 from jaxserve.sampling_params import BeamParams
+from jaxserve.seeds import choice_seed
 from tests.fakes import FakeExecutor, drain, expected_beams, expected_tokens, make_engine
 from tests.llms import greedy, shared_llm
 
@@ -140,9 +140,7 @@ class Family:
             "root": [expected_tokens(root, 5)],
             "left": [expected_tokens([*root, *expected_tokens(root, 5), 50], 5)],
             "right": [expected_tokens([*root, *expected_tokens(root, 1)], 5)],
-            "choices": [
-                expected_tokens([1] * 9, 7, derive_seed(4, i) if i else 4) for i in range(3)
-            ],
+            "choices": [expected_tokens([1] * 9, 7, choice_seed(4, i)) for i in range(3)],
             "beams": [ids for ids, _, _ in expected_beams([2] * 7, self.BEAM)],
         }
         for _ in range(num_steps):

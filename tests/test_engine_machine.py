@@ -3,6 +3,7 @@ short in pools that are too small for them, under changing weights. Every token 
 out, all invariants after every operation, and in the end everyone has ended and every page is back.
 """
 
+import contextlib
 import dataclasses
 from dataclasses import dataclass, field
 
@@ -11,11 +12,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from jaxserve.engine import derive_seed
 from jaxserve.errors import InvalidRequestError
-from jaxserve.request import Request, RequestOutput
+from jaxserve.request import CompletionOutput, Request, RequestOutput
 from jaxserve.sampling_params import BeamParams, SamplingParams
 from jaxserve.schedule.queue import POLICIES
+from jaxserve.seeds import choice_seed
 from tests.fakes import expected_beams, make_engine, next_token
 
 POISON = 7
@@ -107,7 +108,7 @@ class Machine(RuleBasedStateMachine):
         self.engine.add(request)
         self.engine.check_invariants()
 
-    @precondition(lambda self: self.known or self.held)
+    @precondition(lambda self: self.known)
     @rule(
         pick=st.integers(0, 99),
         keep=st.integers(0, 99),
@@ -124,7 +125,7 @@ class Machine(RuleBasedStateMachine):
         prompt = [*tokens[:num_tokens], *more]
         params = SamplingParams(n=n, max_tokens=4, temperature=1, seed=pick, ignore_eos=True)
         is_there = self.engine.has_request(name) or name in self.held
-        is_forkable = is_there and (index not in parent.reasons or name in self.held)
+        is_forkable = is_there and (index not in parent.reasons or parent.hold)
         if parent.beam or not is_forkable or parent.reasons.get(index) in NO_CUT:
             with pytest.raises(InvalidRequestError):
                 self.engine.fork(name, "refused", index=index)
@@ -168,13 +169,9 @@ class Machine(RuleBasedStateMachine):
         def submit(_):
             raise KeyboardInterrupt
 
-        self.engine.executor.submit = submit
-        try:
+        with pytest.MonkeyPatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            patch.setattr(self.engine.executor, "submit", submit)
             self.steps(1)
-        except KeyboardInterrupt:
-            pass
-        finally:
-            del self.engine.executor.submit
 
     @rule(num_pages=st.integers(1, 9))
     def evict(self, num_pages):
@@ -198,7 +195,7 @@ class Machine(RuleBasedStateMachine):
                 for token in choice.token_ids:
                     self.check_token(one, choice.index, token)
             elif choice.finish_reason not in NO_CUT:
-                self.check_beam(one, choice)
+                self.check_beam(one, one.beam, choice)
             if choice.finish_reason is None:
                 continue
             one.reasons[choice.index] = choice.finish_reason
@@ -218,17 +215,18 @@ class Machine(RuleBasedStateMachine):
         context = [i + self.weights for i in tokens]
         assert POISON not in context, "of a context that is no number"
         if one.params.temperature > 0:
-            seed = one.params.seed
-            seed = derive_seed(seed, index) if index else seed
+            assert one.params.seed is not None
+            seed = choice_seed(one.params.seed, index)
             context += [seed >> 32, seed & 0xFFFFFFFF, len(tokens) - len(one.prompt)]
         assert token == next_token(context)
         tokens.append(token)
 
-    def check_beam(self, one: Expected, choice) -> None:
+    def check_beam(self, one: Expected, beam: BeamParams, choice: CompletionOutput) -> None:
         if one.weights == self.weights == 0:
+            assert beam.max_tokens is not None
             num_slots = self.engine.scheduler.kv.num_slots
-            most = min(one.beam.max_tokens, num_slots - len(one.prompt) + 1)
-            beams = expected_beams(one.prompt, dataclasses.replace(one.beam, max_tokens=most))
+            most = min(beam.max_tokens, num_slots - len(one.prompt) + 1)
+            beams = expected_beams(one.prompt, dataclasses.replace(beam, max_tokens=most))
             assert choice.token_ids == beams[choice.index][0]
 
     def teardown(self):

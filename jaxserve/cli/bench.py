@@ -18,6 +18,7 @@ from absl import flags
 
 from jaxserve import __version__
 from jaxserve.cli.arguments import UsageError, parse_arguments
+from jaxserve.cli.bench_arm import Arm, Counter, build_arm, make_compile_counter
 from jaxserve.cli.flag_types import define_integer
 from jaxserve.cli.flags import (
     check_engine_options,
@@ -30,7 +31,6 @@ from jaxserve.cli.flags import (
 )
 from jaxserve.cli.output_files import is_same_file
 from jaxserve.cli.records import EngineRecords, RecordFlags
-from jaxserve.cli.replay import Arm, Counter, build_arm, make_compile_counter
 from jaxserve.cli.request_line import LineParser, RequestLine
 from jaxserve.cli.run_input import open_input
 from jaxserve.cli.run_output import encode_record

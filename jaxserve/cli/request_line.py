@@ -14,10 +14,10 @@ from typing import Any
 
 from jaxserve.cli.flags import SAMPLING_FIELDS
 from jaxserve.cli.run_input import MAX_LINE_BYTES
-from jaxserve.engine import derive_seed
 from jaxserve.errors import MAX_SHOWN_LENGTH, InvalidRequestError
 from jaxserve.request import SamplingParams
 from jaxserve.sampling_params import BeamParams
+from jaxserve.seeds import derive_seed
 
 PROMPT_FIELDS = ("prompt", "prompt_token_ids", "messages")
 REQUEST_FIELDS = ("priority", "cache_salt")

@@ -37,10 +37,16 @@ from jaxserve.plan.simulate import (
     ALLOCATORS,
     ARRIVALS,
     SimulationConfig,
-    SimulationResult,
     simulate,
 )
 from jaxserve.plan.traces import TRACE_FORMATS, read_trace
+from jaxserve.weights.manifest import (
+    checkpoint_folders,
+    closest_name,
+    fetched_names,
+    is_hub_id,
+    is_name,
+)
 
 USAGE = """\
 usage: jaxserve simulate --trace=FILE --format=mooncake|azure --model=NAME|DIR --chip=NAME [flags]
@@ -67,6 +73,19 @@ _SCHEDULER_FIELDS = (
     "preemption_mode",
 )
 _GENERAL_FLAGS = ("help", "helpfull", "flagfile", "verbosity", "json")
+# What tells one arm from another, shown above its figures.
+_ARM = (
+    "model",
+    "chip",
+    "num_chips",
+    "arrivals",
+    "scheduling",
+    "admission",
+    "chunked_prefill",
+    "allocator",
+    "enable_prefix_caching",
+    "preemption_mode",
+)
 # A server's limits, not those of the engine's defaults, which are for a small machine.
 _MAX_NUM_SEQS, _MAX_NUM_BATCHED_TOKENS = 256, 2048
 logger = logging.getLogger("jaxserve.cli")
@@ -129,7 +148,10 @@ def _define_trace(values: flags.FlagValues) -> None:
 def _define_machine(values: flags.FlagValues) -> None:
     group = {"flag_values": values, "module_name": _MACHINE_GROUP}
     flags.DEFINE_string(
-        "model", None, f"{', '.join(MODELS)}, or a folder with a config.json.", **group
+        "model",
+        None,
+        f"{', '.join(MODELS)}, a folder with a config.json, or a fetched name.",
+        **group,
     )
     flags.DEFINE_enum("chip", None, list(CHIPS), "Whose roofline.", **group)
     define_integer("num_chips", 1, "Chips that share every layer by heads.", **group)
@@ -271,7 +293,7 @@ def main(argv: Sequence[str]) -> int:
     result = simulate(config, trace)
     settings = {key: value for key, value in given.items() if key not in _GENERAL_FLAGS}
     record = {**result.to_json(), "settings": settings}
-    text = json.dumps(record, indent=2, allow_nan=False) if given["json"] else table(result)
+    text = json.dumps(record, indent=2, allow_nan=False) if given["json"] else table(record)
     write_stdout(text + "\n")
     return 0
 
@@ -308,18 +330,22 @@ def simulation_config(given: dict[str, Any]) -> SimulationConfig:
 
 
 def find_model(name: str) -> ModelSpec:
-    """A model by the name in the table, or by the folder of its config.json.
+    """A model by the name in the table, by the folder of its config.json, or by a fetched name.
 
     Raises:
-        UsageError: neither is there, or the file cannot be read.
+        UsageError: nothing is there, or the file cannot be read.
         CheckpointError: a config.json that says nothing the engine serves.
     """
     if name in MODELS:
         return MODELS[name]
-    path = Path(name) / "config.json"
-    if not path.is_file():
+    folders = [Path(), *(checkpoint_folders() if is_name(name) or is_hub_id(name) else ())]
+    paths = [folder / name / "config.json" for folder in folders]
+    path = next((path for path in paths if path.is_file()), None)
+    if path is None:
+        close = closest_name(name, [*MODELS, *fetched_names()])
         raise UsageError(
-            f"--model={name}: neither a folder with a config.json nor one of {', '.join(MODELS)}"
+            f"--model={name}: neither a folder with a config.json, nor fetched, nor one of "
+            f"{', '.join(MODELS)}" + (f"; did you mean {close}?" if close else "")
         )
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -328,20 +354,24 @@ def find_model(name: str) -> ModelSpec:
     return ModelSpec.from_config(ModelConfig.from_hf(values, None, str(path)))
 
 
-def table(result: SimulationResult) -> str:
-    """The result for people: a line per figure, times in milliseconds or seconds."""
-    record = result.to_json()
-    lines = []
+def table(record: dict[str, Any]) -> str:
+    """The result for people: the arm, then a line per figure, times in seconds."""
+    settings = record["settings"]
+    arm = [name for name in _ARM if settings[name] is not None]
+    lines = [f"{name:<24}{settings[name]}" for name in arm]
     for name, value in record.items():
-        if isinstance(value, dict):
-            shown = "  ".join(f"{key} {number:.4g}" for key, number in value.items())
-        elif name.endswith(("_rate", "utilisation")):
-            shown = "-" if value is None else f"{value:.2%}"
-        elif name == "num_pages" and value is None:
-            shown = "unlimited"
-        elif isinstance(value, float):
-            shown = f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
-        else:
-            shown = f"{value:,}" if isinstance(value, int) else "-" if value is None else str(value)
-        lines.append(f"{name:<24}{shown}")
+        if name != "settings":
+            lines.append(f"{name:<24}{_shown(name, value)}")
     return "\n".join(lines)
+
+
+def _shown(name: str, value: Any) -> str:
+    if isinstance(value, dict):
+        return "  ".join(f"{key} {number:.4g}" for key, number in value.items())
+    if value is None:
+        return "unlimited" if name == "num_pages" else "-"
+    if name.endswith(("_rate", "utilisation")):
+        return f"{value:.2%}"
+    if isinstance(value, float):
+        return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -45,7 +45,8 @@ class Entrance:
         """Tokens that a waiting sequence would not have to compute again."""
         if len(seq.page_table):
             return seq.num_computed_tokens
-        return self._kv.peek(self._namespace(seq), seq.token_ids)
+        num_swapped = 0 if seq.host_pages is None else seq.host_pages.num_tokens
+        return max(num_swapped, self._kv.peek(self._namespace(seq), seq.token_ids))
 
     def admit(
         self, seq: Sequence, budget: int, running: Several[Sequence], partial: Several[Sequence]
@@ -107,9 +108,18 @@ class Entrance:
     def _make_room(
         self, seq: Sequence, running: Several[Sequence], partial: Several[Sequence]
     ) -> bool:
-        """Whether enough pages are available, after taking those of parked sequences as needed."""
-        while self._num_needed(seq, running, partial) > self._kv.num_available_pages:
-            if not self._parked.give_up_for(seq, nobody_runs=not running):
+        """Whether enough pages are available, after taking those of parked sequences as needed; none
+        are taken if all of them would not do.
+        """
+        kv, nobody_runs = self._kv, not running
+        missing = self._num_needed(seq, running, partial) - kv.num_available_pages
+        if missing <= 0:
+            return True
+        # One more: a page that it shares with one of them need not be copied any more.
+        if missing > self._parked.most_pages_for(seq, nobody_runs) + 1:
+            return False
+        while self._num_needed(seq, running, partial) > kv.num_available_pages:
+            if not self._parked.give_up_for(seq, nobody_runs):
                 return False
         return True
 

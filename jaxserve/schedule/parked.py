@@ -61,13 +61,19 @@ class Parked:
         """The same in favour of a sequence that waits. It gets the pages of newer ones and of ended
         ones that are held, and any when nothing else runs.
         """
-        order = newcomer.order
-        others = [
+        return self._give_up_newest_of(self._for(newcomer, nobody_runs))
+
+    def most_pages_for(self, newcomer: Sequence, nobody_runs: bool) -> int:
+        """So many pages, or fewer where they are shared, come of calling `give_up_for` to the end."""
+        return sum(len(seq.page_table) for seq in self._for(newcomer, nobody_runs))
+
+    def _for(self, newcomer: Sequence, nobody_runs: bool) -> list[Sequence]:
+        return [
             seq
             for seq in self._seqs
-            if seq is not newcomer and (nobody_runs or seq.order > order or _has_ended(seq))
+            if seq is not newcomer
+            and (nobody_runs or seq.order > newcomer.order or _has_ended(seq))
         ]
-        return self._give_up_newest_of(others)
 
     def _give_up_newest_of(self, seqs: Collection[Sequence]) -> bool:
         if not seqs:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from jaxserve.schedule.sequence import Sequence
 
 PATIENCE = 4  # every fourth admission goes to the oldest, where the policy may overtake it
-WINDOW = 64  # so many of the waiting are looked at in a step where not only the first is
+LPM_WINDOW = 64  # the oldest so many are looked up in the cache before a step
 
 NumCached = Callable[[Sequence], int]
 
@@ -81,13 +81,9 @@ class ShortFirst(Fcfs):
     def rank(self, seq: Sequence) -> Any:
         return len(seq.token_ids), seq.order
 
-    def candidates(self, ranked: list[Sequence], num_cached: NumCached) -> Iterator[Sequence]:
-        del num_cached
-        return iter(ranked[:WINDOW])
-
 
 class LongestPrefixMatch(Fcfs):
-    """The longest cached prefix, then the oldest, among the oldest `WINDOW`.
+    """The longest cached prefix, then the oldest, among the oldest `LPM_WINDOW`.
 
     Source: SGLang (Zheng et al., 2024), section 3, cache-aware scheduling.
     """
@@ -96,7 +92,7 @@ class LongestPrefixMatch(Fcfs):
     overtakes = True
 
     def candidates(self, ranked: list[Sequence], num_cached: NumCached) -> Iterator[Sequence]:
-        window = ranked[:WINDOW]
+        window = ranked[:LPM_WINDOW]
         return iter(sorted(window, key=lambda seq: (-num_cached(seq), seq.order)))
 
 

@@ -103,10 +103,11 @@ class ScheduleLog:
                 step = self._step(record)
             self._last_step = step.number
             yield step
-            for one, ids in zip(step.plan.slices, step.outcomes, strict=True):
-                take_outcome(one.seq.token_ids, one, ids)
-            for sequence in record.get("ended", ()):
-                self._sequences.pop(sequence, None)
+            with _faults_of(number):
+                for one, ids in zip(step.plan.slices, step.outcomes, strict=True):
+                    take_outcome(one.seq.token_ids, one, ids)
+                for sequence in record.get("ended", ()):
+                    self._sequences.pop(sequence, None)
 
     def _end(self, num_steps: int) -> None:
         if num_steps != self._last_step:
@@ -118,13 +119,16 @@ class ScheduleLog:
         prompt = tuple(token_ids[: record["num_prompt_tokens"]])
         arrival, branch = _ints(record["order"])
         params = SamplingParams(**{name: record[name] for name in SAMPLING_FIELDS})
+        (seed,) = _ints([record["seed"]])
+        if not 0 <= seed < 2**64:
+            raise ValueError(f"seed {seed} is not in [0, 2**64)")
         seq = Sequence(
             request=Request(
                 id=record["request_id"], prompt_token_ids=prompt, sampling_params=params
             ),
             prompt_token_ids=prompt,
             order=(arrival, branch),
-            seed=record["seed"],
+            seed=seed,
             max_tokens=self.header.max_model_len - len(prompt),
             stop_ids=frozenset(),
             page_table=PageTable(self.max_pages, self.header.page_size),

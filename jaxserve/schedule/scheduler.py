@@ -225,7 +225,7 @@ class Scheduler:
             if seq is None:
                 break
             alone = not partial and len(self.waiting) == 1
-            to_compute = len(seq.token_ids) - self.entrance.num_cached(seq)
+            to_compute = len(seq.token_ids) - num_cached(seq)
             most = self.chunk_sizes.first_chunk(to_compute, budget, alone=alone)
             num_tokens = self.entrance.admit(seq, most, self.running, partial)
             if num_tokens == 0:

@@ -15,8 +15,8 @@ from importlib.metadata import version
 from jaxserve import __version__
 from jaxserve.cli.arguments import parse_arguments
 from jaxserve.cli.bench import bench_flags, read_workload
+from jaxserve.cli.bench_arm import build_arm, make_compile_counter
 from jaxserve.cli.flags import configure_logging, engine_options
-from jaxserve.cli.replay import build_arm, make_compile_counter
 
 
 def main() -> None:

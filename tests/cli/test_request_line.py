@@ -6,8 +6,8 @@ import logging
 import pytest
 
 from jaxserve.cli.request_line import LineParser
-from jaxserve.engine import derive_seed
 from jaxserve.request import SamplingParams
+from jaxserve.seeds import derive_seed
 
 
 def parse(*lines: str | bytes | dict, **options):

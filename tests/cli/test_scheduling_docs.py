@@ -12,7 +12,7 @@ from jaxserve.cli.run import run_flags
 from jaxserve.config import ADMISSION, EVICTION, PREEMPTION_MODES
 from jaxserve.schedule.preemption import MAX_PREEMPTIONS
 from jaxserve.schedule.prefix_wait import MAX_STEPS
-from jaxserve.schedule.queue import PATIENCE, WINDOW
+from jaxserve.schedule.queue import LPM_WINDOW, PATIENCE
 from jaxserve.stats import GROUPS, EngineStats
 from tests.cli.conftest import ROOT, read_records
 from tests.cli.test_run import write_lines
@@ -20,7 +20,7 @@ from tests.llms import shared_llm
 from tests.test_readme import blocks, commands
 
 TEXT = (ROOT / "docs" / "scheduling.md").read_text()
-OPTIONS = {"page_size": 4, "max_num_seqs": 8}  # as in other tests of forks
+OPTIONS = {"page_size": 4}  # as in other tests of forks
 
 
 def test_commands(made, model, tmp_path, monkeypatch, capsys):
@@ -66,7 +66,7 @@ def test_names_are_those_of_the_code():
 
 
 def test_numbers_are_those_of_the_code():
-    assert f"among the oldest {WINDOW} " in TEXT
+    assert f"among the oldest {LPM_WINDOW} " in TEXT
     assert f"at most {MAX_STEPS} steps" in TEXT
     assert PATIENCE == 4, "every fourth admission"
     assert MAX_PREEMPTIONS == 4, "preempted four times"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve.cli.main import main
-from jaxserve.cli.simulate import simulate_flags, simulation_config
+from jaxserve.cli.simulate import find_model, simulate_flags, simulation_config
 from jaxserve.config import SchedulerConfig
 
 REPOSITORY = Path(__file__).parent.parent.parent
@@ -71,11 +71,22 @@ def test_the_table(capsys):
     )
     captured = capsys.readouterr()
     lines = dict(line.split(maxsplit=1) for line in captured.out.splitlines())
+    assert (lines["model"], lines["admission"], lines["allocator"]) == (
+        "llama-3-8b",
+        "fcfs",
+        "paged",
+    )
     assert lines["num_requests"] == "5"
     assert lines["block_hit_rate"].endswith("%")
     assert lines["num_pages"] == "unlimited"
     assert lines["ttft_s"].startswith("p50 ")
     assert "5 requests" in captured.err
+
+
+def test_a_fetched_name_and_a_folder_are_models_too():
+    by_folder = find_model(str(REPOSITORY / "checkpoints" / "tiny_llama"))
+    assert find_model("tiny_llama") == by_folder
+    assert by_folder.num_layers == 2
 
 
 def test_the_azure_format(capsys):
@@ -121,7 +132,9 @@ def test_defaults_are_the_engine_s_but_for_the_limits():
     [
         (["--chip=b200"], "--chip=b200: value should be one of"),
         (["--format=csv"], "--format=csv: value should be one of"),
-        (["--model=llama"], "--model=llama: neither a folder with a config.json nor one of"),
+        (["--model=llama"], "--model=llama: neither a folder with a config.json, nor fetched, nor"),
+        (["--model=llama3-8b"], "did you mean llama-3-8b?"),
+        (["--arrivals=sequential", "--rate_scale=3"], "rate_scale needs timed arrivals"),
         (["--num_pages=many"], '--num_pages=many: must be an integer, "unlimited" or "auto"'),
         (["--num_pages=1"], "num_pages must be an integer in [2,"),
         (["--num_pages=20"], "num_pages 20 is too small: a request of"),

@@ -9,18 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxserve.engine import derive_seed
 from jaxserve.errors import InvalidRequestError
 from jaxserve.llm import LLM
 from jaxserve.request import Request, merge_outputs
 from jaxserve.sampling_params import BeamParams, SamplingParams
 from jaxserve.schedule.preemption import PreemptionMode
+from jaxserve.seeds import choice_seed
 from tests import checkpoints
-from tests.e2e.test_memory import PLAIN, PRESSED
+from tests.e2e.test_memory import CACHED, PLAIN, PRESSED
 from tests.llms import greedy, shared_llm, stream_all
 from tests.text.tokenizers_for_tests import byte_level
 
-PAGE_4 = {"page_size": 4, "max_num_seqs": 8}  # as in tests/cli/test_scheduling_docs.py
+PAGE_4 = CACHED
 PROMPTS = [[(7 * i + 3 * length) % 512 for i in range(length)] for length in (5, 8, 11)]
 ORACLE = json.loads((Path(__file__).parent.parent / "oracles" / "beams.json").read_text("utf-8"))
 
@@ -33,7 +33,7 @@ def drawn(**fields: object) -> SamplingParams:
 def one_by_one(prompt: list[int], n: int) -> list:
     """Each choice as a request of its own."""
     llm = shared_llm(**PAGE_4)
-    params = [drawn(seed=derive_seed(5, i) if i else 5) for i in range(n)]
+    params = [drawn(seed=choice_seed(5, i)) for i in range(n)]
     return [llm.generate([prompt], one)[0].outputs[0] for one in params]
 
 

@@ -196,6 +196,22 @@ def test_while_others_run_a_newcomer_takes_from_newer_ones():
     run.check_all_pages_are_back()
 
 
+def test_a_newcomer_takes_nothing_where_all_would_not_do():
+    run = Direct(num_pages=21)
+    ended = run.add(range(7), 9, hold=True)
+    run.step()
+    run.hold(ended)
+    run.add(range(100, 130), 20)
+    run.step()
+    late = run.add(range(200, 256), 1)
+    run.steps(3)
+    assert late.status is Status.WAITING
+    assert len(ended.page_table) == 2
+    assert counters(run).num_parked_given_up == 0
+    run.drain()
+    run.check_all_pages_are_back()
+
+
 def test_when_nothing_runs_a_newcomer_takes_what_it_needs():
     run = Direct(num_pages=9, enable_prefix_caching=False)
     held = [run.add(range(100 * i, 100 * i + 8), 9) for i in range(3)]

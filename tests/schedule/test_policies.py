@@ -154,7 +154,7 @@ def test_what_is_cached_is_looked_up_again_in_every_step():
 
 
 def test_only_the_oldest_are_looked_up(monkeypatch):
-    monkeypatch.setattr(queue, "WINDOW", 2)
+    monkeypatch.setattr(queue, "LPM_WINDOW", 2)
     run = Run(make_engine(max_num_seqs=1, admission="lpm"))
     run.add("known", range(20), 2)
     run.drain()

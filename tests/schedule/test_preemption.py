@@ -86,6 +86,8 @@ def test_aborting_a_swapped_request_returns_its_host_pages():
     while host.num_free == host.num_pages:
         run.step()
     (swapped,) = [seq for seq in run.sequences() if seq.host_pages is not None]
+    known = run.engine.scheduler.entrance.num_cached(swapped)
+    assert known == swapped.host_pages.num_tokens > 8
     run.abort(swapped.request.id)
     assert host.num_free == host.num_pages
     run.drain()

@@ -5,7 +5,7 @@ namespaces, waited for but not for ever.
 import pytest
 
 from jaxserve.request import CacheSalt, merge_outputs
-from jaxserve.schedule import prefix_wait, queue
+from jaxserve.schedule import prefix_wait, scheduler
 from tests.fakes import expected_tokens, make_engine
 from tests.schedule.runs import Run
 
@@ -291,14 +291,14 @@ def test_waiting_for_room_beside_a_cached_prefix_is_one_hit():
 @pytest.mark.parametrize("admission", ["lpm", "short_first"])
 def test_a_step_looks_at_so_many_that_wait_and_no_more(admission, monkeypatch):
     """Else thousands that wait for one prefix would hold up every step."""
-    monkeypatch.setattr(queue, "WINDOW", 3)
+    monkeypatch.setattr(scheduler, "MAX_PASSED", 3)
     run = Run(make_engine(num_pages=200, admission=admission))
     run.add("long", range(100), 1)
     run.step()
     for i in range(8):
         run.add(str(i), [*range(60), 500 + i], 1)
     run.step()
-    assert run.engine.scheduler.counters.num_prefix_wait_steps == 3
+    assert run.engine.scheduler.counters.num_prefix_wait_steps == 4  # and the one it stops at
     run.drain()
     run.check_outputs()
     assert num_computed(run) == 100 + 8

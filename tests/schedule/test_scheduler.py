@@ -23,7 +23,7 @@ POLICIES = {
 }
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     sizes=requests,
     page_size=st.sampled_from([4, 8, 16]),

@@ -78,6 +78,8 @@ class SimulationConfig:
             raise ConfigError(f"max_model_len must be at least 2, got {shown(self.max_model_len)}")
         if not 0 < self.rate_scale < float("inf"):
             raise ConfigError(f"rate_scale must be a number > 0, got {shown(self.rate_scale)}")
+        if self.arrivals == "sequential" and self.rate_scale != 1:
+            raise ConfigError("rate_scale needs timed arrivals: sequential ones have no rate")
         if self.unlimited_pages and self.cache.num_pages is not None:
             raise ConfigError("num_pages is either a number or unlimited, got both")
         if not self.chunked_prefill and self.scheduler.target_itl_s is not None:
