@@ -6,6 +6,7 @@ never written back here.
 """
 
 import dataclasses
+import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -227,5 +228,8 @@ class EngineConfig:
         unknown = options.keys() - taken - own
         if unknown:
             known = sorted(own | {f.name for b in branches.values() for f in dataclasses.fields(b)})
-            raise ConfigError(f"unknown option {sorted(unknown)[0]!r}; known: {', '.join(known)}")
+            name = sorted(unknown)[0]
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            raise ConfigError(f"unknown option {name!r}; {hint}known: {', '.join(known)}")
         return cls(**{key: options[key] for key in own & options.keys()}, **built)

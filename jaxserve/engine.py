@@ -167,7 +167,7 @@ class Engine:
     ) -> None:
         prompt = as_token_ids(request.prompt_token_ids)
         if self.has_request(request.id) or request.id in self._held_groups:
-            raise InvalidRequestError(f"id {request.id!r} is already in flight", param="id")
+            raise InvalidRequestError(f"id {request.id!r} is already in flight or held", param="id")
         limits = Limits(
             vocab_size=self.vocab_size,
             max_model_len=self.max_model_len,

@@ -89,20 +89,7 @@ class Request:
             self.priority,
             "an integer in [-2**31, 2**31)",
         )
-        salt = given = self.cache_salt
-        if isinstance(salt, str):
-            salt = CacheSalt("request", salt)
-            object.__setattr__(self, "cache_salt", salt)
-        require(
-            salt is None
-            or (
-                isinstance(salt, CacheSalt)
-                and all(isinstance(part, str) and len(part) > 0 for part in salt)
-            ),
-            "cache_salt",
-            given,
-            "a text of at least one character, a CacheSalt of two such texts, or None",
-        )
+        self._check_salt(self.cache_salt)
         require(isinstance(self.hold, bool), "hold", self.hold, "a boolean")
         if self.hold and self.sampling_params.max_tokens == 0:
             raise InvalidRequestError(
@@ -112,6 +99,15 @@ class Request:
             )
         if self.beam is not None:
             self._check_beam(self.beam)
+
+    def _check_salt(self, salt: object) -> None:
+        text = "a text of at least one character"
+        if isinstance(salt, CacheSalt):
+            ok = all(isinstance(part, str) and len(part) > 0 for part in salt)
+            require(ok, "cache_salt", salt, f"a CacheSalt whose kind and value are each {text}")
+        elif salt is not None:
+            require(isinstance(salt, str) and len(salt) > 0, "cache_salt", salt, text)
+            object.__setattr__(self, "cache_salt", CacheSalt("request", str(salt)))
 
     def _check_beam(self, beam: object) -> None:
         if not isinstance(beam, BeamParams):

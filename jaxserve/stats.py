@@ -70,10 +70,11 @@ class EngineStats:
     by_bucket: Mapping[int, BucketStats]  # by rung of T
     last_step: StepStats | None
     # requests
-    num_prompt_tokens: int
+    num_prompt_tokens: int  # of each request, once whatever its branches; a fork is a request
     num_output_tokens: int  # handed out
     # prefix cache
-    num_queried_tokens: int  # of sequences at their first admission
+    # Of sequences at their first admission, but of no branch that starts in its parent's pages.
+    num_queried_tokens: int
     num_hit_tokens: int  # those of them that were cached
     num_prefix_waits: int  # sequences that waited for a running one to compute their prefix
     num_prefix_wait_steps: int
@@ -98,7 +99,8 @@ class EngineStats:
 
     @property
     def kv_utilisation(self) -> float:
-        """Tokens held / token slots of owned pages, between 0 and 1; 1.0 when no page is owned.
+        """Tokens held / token slots of owned pages, between 0 and 1; 1.0 when no page is owned:
+        nothing is wasted then.
 
         A token is held when its keys and values are computed and in an owned page. A page that
         several sequences share counts once, on both sides; cached pages that nobody owns do not

@@ -216,6 +216,14 @@ def test_a_bad_request_field_is_named(name, value):
     assert caught.value.message.endswith(f"got {shown(value)}")
 
 
+def test_a_bad_salt_is_shown_as_it_was_given():
+    for value in ("", 7):
+        with pytest.raises(InvalidRequestError) as caught:
+            Request(id="a", prompt_token_ids=PROMPT, cache_salt=value)  # type: ignore[arg-type]
+        wanted = "cache_salt must be a text of at least one character"
+        assert caught.value.message == f"{wanted}, got {value!r}"
+
+
 def test_values_in_messages_are_cut():
     assert shown("x" * 1000) == "'" + "x" * 99 + "..."
     assert shown(-(10**5000)) == "an integer of 16610 bits"

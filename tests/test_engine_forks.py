@@ -206,8 +206,10 @@ def test_held_ids_are_taken_until_they_are_let_go():
     add(engine, hold=True)
     drain(engine)
     assert not engine.has_request("root")
-    with pytest.raises(InvalidRequestError, match="already in flight"):
+    with pytest.raises(InvalidRequestError, match="id 'root' is already in flight or held"):
         add(engine)
+    with pytest.raises(InvalidRequestError, match="id 'root' is already in flight or held"):
+        engine.fork("root", "root")
     engine.abort("root")
     with pytest.raises(InvalidRequestError, match="neither in flight nor held"):
         engine.fork("root", "branch")

@@ -121,7 +121,15 @@ def test_numpy_numbers_in_sampling_params():
         ),
         ({"attention_backend": "nope"}, "attention_backend='nope': no such backend"),
         ({"num_pages": 10**8}, "num_pages: 100000000 KV pages take"),
-        ({"num_seqs": 4}, "unknown option 'num_seqs'"),
+        (
+            {"num_seqs": 4},
+            r"unknown option 'num_seqs'; did you mean 'max_num_seqs'\? known: .*, seed",
+        ),
+        ({"zzz": 4}, "unknown option 'zzz'; known: "),
+        (
+            {"enable_prefix_cache": False},
+            r"'enable_prefix_cache'; did you mean 'enable_prefix_caching'\?",
+        ),
     ],
 )
 def test_bad_options_are_named_before_anything_is_compiled(options, message):

@@ -161,7 +161,11 @@ def _define_page_pool(default: CacheConfig, group: Mapping[str, Any]) -> None:
     define_auto_integer(
         "page_size", "Tokens a page; auto = the attention backend's choice.", **group
     )
-    define_auto_integer("num_pages", "Pages in the pool; beats --kv_cache_gib.", **group)
+    define_auto_integer(
+        "num_pages",
+        "Pages in the pool, the null page included, so one more than can hold tokens; beats --kv_cache_gib.",
+        **group,
+    )
     define_float(
         "kv_cache_gib", None, "Size of the page pool, GiB; beats --memory_utilization.", **group
     )

@@ -1,18 +1,21 @@
 """What `run` and `bench` write down of an engine at work: --stats_file and --schedule_log.
 
 Checked before anything is loaded, opened (and emptied) once the engine is there, closed at the end.
+A run that goes on after a stop (--resume) leaves the files of its earlier parts alone: FILE, FILE.2 and
+so on, one a part.
 Invariant: each line goes out whole, in one write, so a kill at any time leaves whole lines.
 """
 
 import contextlib
 import json
+import logging
 import math
 import os
 import stat
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from jaxserve import __version__
@@ -24,6 +27,9 @@ from jaxserve.cli.text_engine import EngineLike
 from jaxserve.schedule.observer import StepObserver, StepRecord
 from jaxserve.schedule.schedule_log import LogHeader, ScheduleLogWriter
 from jaxserve.stats import EngineStats
+
+_RECORD_FILES = ("stats_file", "schedule_log")
+logger = logging.getLogger("jaxserve.cli")
 
 
 class LineFile:
@@ -106,11 +112,14 @@ class RecordFlags:
     Args:
         stats_file, schedule_log: paths; None = not asked for.
         stats_interval_s: as in `StatsFile`.
+        earlier: by flag, the file that was asked for, where it holds an earlier part of the run; the
+            flag's own field is then the file of this part.
     """
 
     stats_file: str | None
     stats_interval_s: float
     schedule_log: str | None
+    earlier: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def from_flags(
@@ -119,24 +128,29 @@ class RecordFlags:
         """Checks that the files can be written.
 
         Args:
-            given: the command's flags.
+            given: the command's flags; with a `resume` that is set, files that hold something are kept.
             taken: other files of the command, by their flag: none of them may be overwritten.
 
         Raises:
             UsageError: a flag is at fault.
         """
-        flags = cls(**{name: given[name] for name in cls.__dataclass_fields__})  # type: ignore[arg-type]
-        if not 0 <= flags.stats_interval_s < math.inf:
+        interval_s: float = given["stats_interval_s"]  # type: ignore[assignment]
+        if not 0 <= interval_s < math.inf:
             raise UsageError(
-                f"--stats_interval_s must be a number of seconds >= 0, got {flags.stats_interval_s:g}"
+                f"--stats_interval_s must be a number of seconds >= 0, got {interval_s:g}"
             )
-        taken = dict(taken)
-        for flag in ("stats_file", "schedule_log"):
-            path = getattr(flags, flag)
-            if path is not None:
-                _check_file(flag, path, taken)
-                taken[flag] = path
-        return flags
+        taken, files, earlier = dict(taken), {}, {}
+        for flag in _RECORD_FILES:
+            asked: str | None = given[flag]  # type: ignore[assignment]
+            files[flag] = asked
+            if asked is None:
+                continue
+            _check_file(flag, asked, taken)
+            if given.get("resume") and (part := _next_part(asked)) != asked:
+                _check_file(flag, part, taken)
+                files[flag], earlier[flag] = part, asked
+            taken[flag] = files[flag]
+        return cls(stats_interval_s=interval_s, earlier=earlier, **files)
 
     @property
     def any(self) -> bool:
@@ -165,6 +179,22 @@ def _check_file(flag: str, path: str, taken: Mapping[str, str | None]) -> None:
         raise UsageError(f"cannot write --{flag}={path}: {reason}") from None
 
 
+def _next_part(path: str) -> str:
+    """The first of FILE, FILE.2, FILE.3 and so on that holds nothing."""
+    number, part = 1, path
+    while _holds_something(part):
+        number += 1
+        part = f"{path}.{number}"
+    return part
+
+
+def _holds_something(path: str) -> bool:
+    try:
+        return os.stat(path).st_size > 0
+    except OSError:  # not there, or not to be had: opening it says why
+        return False
+
+
 class EngineRecords(AbstractContextManager["EngineRecords"]):
     """The open files of a run.
 
@@ -185,8 +215,9 @@ class EngineRecords(AbstractContextManager["EngineRecords"]):
         self._files: list[LineFile] = []
         self._observers: list[StepObserver] = []
         self._stats_file: StatsFile | None = None
+        self._schedule_log: ScheduleLogWriter | None = None
         if flags.stats_file is not None:
-            write = self._open(flags.stats_file).write
+            write = self._open(flags, "stats_file", flags.stats_file).write
             self._stats_file = StatsFile(write, engine.stats, flags.stats_interval_s)
             self._observers.append(self._stats_file)
         if flags.schedule_log is not None:
@@ -196,23 +227,32 @@ class EngineRecords(AbstractContextManager["EngineRecords"]):
                 model=fingerprint(model),
                 host_kv_gib=float(options["host_kv_gib"]),  # type: ignore[arg-type]
             )
-            write = self._open(flags.schedule_log).write
-            self._observers.append(ScheduleLogWriter(write, header))
+            write = self._open(flags, "schedule_log", flags.schedule_log).write
+            self._schedule_log = ScheduleLogWriter(write, header)
+            self._observers.append(self._schedule_log)
         engine.observers.extend(self._observers)
 
-    def _open(self, path: str) -> LineFile:
+    def _open(self, flags: RecordFlags, flag: str, path: str) -> LineFile:
+        if flag in flags.earlier:
+            logger.info(
+                "--%s=%s holds an earlier part and is kept: this part goes to %s",
+                flag,
+                flags.earlier[flag],
+                path,
+            )
         self._files.append(LineFile(Path(path)))
         return self._files[-1]
 
     def __exit__(self, *exc: object) -> None:
         for observer in self._observers:
             self._engine.observers.remove(observer)
-        try:
-            if self._stats_file is not None:
-                self._stats_file.write_line()
-        finally:
+        with contextlib.ExitStack() as stack:  # one that cannot be written does not stop the others
             for file in self._files:
-                file.close()
+                stack.callback(file.close)
+            if self._stats_file is not None:
+                stack.callback(self._stats_file.write_line)
+            if self._schedule_log is not None:
+                stack.callback(self._schedule_log.close)
 
 
 def fingerprint(model: str) -> str:

@@ -16,11 +16,15 @@ from jaxserve.cli.flags import SAMPLING_FIELDS
 from jaxserve.cli.run_input import MAX_LINE_BYTES
 from jaxserve.errors import MAX_SHOWN_LENGTH, InvalidRequestError
 from jaxserve.request import SamplingParams
+from jaxserve.sampling_params import BeamParams
 from jaxserve.seeds import derive_seed
 
 PROMPT_FIELDS = ("prompt", "prompt_token_ids", "messages")
 REQUEST_FIELDS = ("priority", "cache_salt")
 KNOWN_FIELDS = ("id", *PROMPT_FIELDS, *REQUEST_FIELDS, *SAMPLING_FIELDS)
+# Fields of beam search, here and by the names that other engines have for them.
+BEAM_FIELDS = {field.name for field in dataclasses.fields(BeamParams)} - set(KNOWN_FIELDS)
+BEAM_FIELDS |= {"use_beam_search", "num_beams", "best_of"}
 
 logger = logging.getLogger("jaxserve.cli")
 
@@ -134,8 +138,7 @@ class LineParser:
         """Says once per name that a field means nothing here; a line is not lost for it."""
         for name in fields.keys() - set(KNOWN_FIELDS) - self._warned:
             self._warned.add(name)
-            close = difflib.get_close_matches(name, KNOWN_FIELDS, n=1)
-            hint = f" (did you mean {close[0]!r}?)" if close else ""
+            hint = _hint(name)
             logger.warning(
                 "line %d: unknown field %r is ignored%s; said once for all lines",
                 index + 1,
@@ -150,6 +153,14 @@ class LineParser:
         if params.seed is None:  # by the line's index, so that order and --resume change nothing
             params = dataclasses.replace(params, seed=derive_seed(self._seed, index))
         return params
+
+
+def _hint(name: str) -> str:
+    """What may have been meant by a field that is none, in brackets; empty when nothing is near."""
+    if name in BEAM_FIELDS:
+        return " (a line is not decoded by beam search: LLM.beam_search does that, in Python)"
+    close = difflib.get_close_matches(name.lower().replace("-", "_"), KNOWN_FIELDS, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -86,7 +86,7 @@ def run_flags() -> flags.FlagValues:
         flag_values=values,
         module_name="engine",
     )
-    define_records(values)
+    define_records(values, can_resume=True)
     define_general(values)
     return values
 

@@ -7,6 +7,7 @@ size, pages, limits, dtypes, attention backend) comes from the log's header, so 
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from absl import flags
@@ -31,7 +32,8 @@ USAGE = """\
 usage: jaxserve replay --model=DIR|FILE.gguf|NAME --schedule_log=FILE [flags]
 
 Runs every step of a log that `jaxserve run` or `bench` wrote (--schedule_log) again, on an engine of the
-same shapes and with no scheduling, and compares the tokens.
+same shapes and with no scheduling, and compares the tokens. A log that was cut short is replayed as far as
+it goes, and the line that tells the result says so.
 exit code: 0 the same tokens, 1 a token differs (which is said first), 2 could not be replayed, 130 or 143
 stopped by SIGINT or SIGTERM
 """
@@ -77,7 +79,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _replay(model: str, path: str, cache_dir: str) -> int:
-    log = ScheduleLog(_lines(path))
+    with _faults_of(path):
+        log = ScheduleLog(_lines(path))
     header = log.header
     _check_model(model, header)
     options = header.engine_options()
@@ -86,15 +89,28 @@ def _replay(model: str, path: str, cache_dir: str) -> int:
     llm = text_engine.load_llm(model, options)
     _check_engine(llm.engine, header)
     started = time.monotonic()
-    done = replay(llm.engine.executor, log)
+    with _faults_of(path):
+        done = replay(llm.engine.executor, log)
     if done.difference is not None:
         write_stdout(f"{done.difference}\n")
         return 1
+    cut = (
+        "" if done.is_whole else "; the log has no end: it was cut short or is still being written"
+    )
     write_stdout(
         f"the same {done.num_tokens} tokens in {done.num_steps} steps, "
-        f"{time.monotonic() - started:.1f} s\n"
+        f"{time.monotonic() - started:.1f} s{cut}\n"
     )
     return 0
+
+
+@contextmanager
+def _faults_of(path: str) -> Iterator[None]:
+    """What is wrong with a line, said with its file."""
+    try:
+        yield
+    except ScheduleLogError as error:
+        raise ScheduleLogError(f"{path}, {error}") from None
 
 
 def _lines(path: str) -> Iterator[bytes]:
@@ -127,4 +143,4 @@ def _check_engine(engine: text_engine.EngineLike, header: LogHeader) -> None:
             for (name, then), now in zip(vars(header).items(), vars(made).values(), strict=True)
             if then != now
         )
-        raise ScheduleLogError(f"{name} was {then!r} and would be {now!r} now")
+        raise ScheduleLogError(f"{name} was {then!r} in the log and would be {now!r} now")

@@ -86,11 +86,22 @@ def _define_cache(default: CacheConfig, group: Mapping[str, Any]) -> None:
     )
 
 
-def define_records(flag_values: flags.FlagValues) -> None:
-    """--stats_file, --stats_interval_s, --schedule_log."""
+def define_records(flag_values: flags.FlagValues, *, can_resume: bool = False) -> None:
+    """--stats_file, --stats_interval_s, --schedule_log.
+
+    Args:
+        flag_values: where they go.
+        can_resume: whether the command has --resume, with which it keeps the files that are there.
+    """
     group = {"flag_values": flag_values, "module_name": _RECORDS_GROUP}
+    older = "A file that is there is replaced"
+    if can_resume:
+        older += " (unless --resume is given: this part then goes to FILE.2, FILE.3 and so on)"
     flags.DEFINE_string(
-        "stats_file", None, "Write the engine's figures to this file, JSON lines.", **group
+        "stats_file",
+        None,
+        f"Write the engine's figures to this file, JSON lines. {older}.",
+        **group,
     )
     define_float(
         "stats_interval_s",
@@ -101,6 +112,6 @@ def define_records(flag_values: flags.FlagValues) -> None:
     flags.DEFINE_string(
         "schedule_log",
         None,
-        "Write every step to this file, JSON lines, for `jaxserve replay`.",
+        f"Write every step to this file, JSON lines, for `jaxserve replay`. {older}.",
         **group,
     )

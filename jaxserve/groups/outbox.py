@@ -62,16 +62,17 @@ class Outbox:
 
     def remove(self, group: Group | None = None, index: int | None = None) -> None:
         """Forgets what `gather` with the same arguments returns."""
-        if group is None and index is None:
-            self._kept, self.ready = [], {}
-            return
-        left = [
-            (owner, tuple(one for one in completions if index is not None and one.index != index))
-            if group is None or owner is group
-            else (owner, completions)
-            for owner, completions in self._news()
-        ]
-        self._kept, self.ready = [news for news in left if news[1]], {}
+        left: list[News] = []
+        if group is not None or index is not None:
+            for owner, completions in self._news():
+                if group is None or owner is group:
+                    completions = tuple(
+                        one for one in completions if index is not None and one.index != index
+                    )
+                if completions:
+                    left.append((owner, completions))
+        # Nothing comes after it: an interrupt there would find everything gone and nothing handed out.
+        self._kept, self.ready = left, {}
 
     def check_invariants(self) -> None:
         """Raises AssertionError when an output was left behind: between two steps only that of a

@@ -26,7 +26,8 @@ class SchedulerCounters:
         num_parked_given_up: held or parked sequences whose pages were taken.
         num_forks: sequences that began as a branch of another.
         num_copied_pages: pages copied because someone wrote into a shared one.
-        num_queried_tokens: known tokens of sequences at their first admission.
+        num_queried_tokens: known tokens of sequences at their first admission; not of a branch that
+            starts in its parent's pages.
         num_hit_tokens: those of them that the cache had.
         num_prefix_waits: sequences that waited for a running one to compute their prefix.
         num_prefix_wait_steps: steps that they waited.

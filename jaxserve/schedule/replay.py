@@ -56,6 +56,9 @@ class ScheduleLog:
     Args:
         lines: of the file. A last one without its end is what a kill leaves, and is passed over.
 
+    `has_end` tells, when all steps were read, whether the log was closed by who wrote it; if not, there
+    may have been more steps.
+
     Raises:
         ScheduleLogError: this is no schedule log, or a line is at fault (also from `steps`).
     """
@@ -69,6 +72,8 @@ class ScheduleLog:
             self.header = LogHeader(**first)
             self._check_header()
         self._sequences: dict[int, Sequence] = {}
+        self._last_step = 0
+        self.has_end = False
 
     def _check_header(self) -> None:
         for field in dataclasses.fields(LogHeader):
@@ -82,6 +87,11 @@ class ScheduleLog:
         """Each step, with its sequences as they were; they change when the next one is asked for."""
         for number, record in self._records:
             with _faults_of(number):
+                if self.has_end:
+                    raise ValueError("a line behind the end of the log")
+                if "end" in record:
+                    self._end(record["end"]["num_steps"])
+                    continue
                 if "sequence" in record:
                     self._introduce(record)
                     continue
@@ -91,12 +101,18 @@ class ScheduleLog:
                         "only what ran before can be replayed"
                     )
                 step = self._step(record)
+            self._last_step = step.number
             yield step
             with _faults_of(number):
                 for one, ids in zip(step.plan.slices, step.outcomes, strict=True):
                     take_outcome(one.seq.token_ids, one, ids)
                 for sequence in record.get("ended", ()):
                     self._sequences.pop(sequence, None)
+
+    def _end(self, num_steps: int) -> None:
+        if num_steps != self._last_step:
+            raise ValueError(f"the log ends after step {self._last_step}, and says {num_steps}")
+        self.has_end = True
 
     def _introduce(self, record: Mapping[str, Any]) -> None:
         token_ids = _ints(record["token_ids"])
@@ -187,10 +203,20 @@ def _records(lines: Iterable[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
         if not line.endswith(b"\n"):
             return
         with _faults_of(number):
-            record = json.loads(line)
+            record = _json(line, "not valid JSON" if number > 1 else "not a schedule log")
             if not isinstance(record, dict):
                 raise ValueError("not an object")
         yield number, record
+
+
+def _json(line: bytes, fault: str) -> Any:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:  # its own text counts lines within the line
+        msg, position = error.msg.removesuffix(" at"), error.pos + 1
+        raise ValueError(f"{fault}: {msg} at character {position}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{fault}: not UTF-8 at byte {error.start}") from None
 
 
 @contextmanager
@@ -255,11 +281,19 @@ class Difference(NamedTuple):
 
 
 class Replay(NamedTuple):
-    """What came of a replay: all up to the first difference, or everything."""
+    """What came of a replay: all up to the first difference, or everything.
+
+    Args:
+        num_steps, num_tokens: that were the same.
+        difference: the first one.
+        is_whole: the log was replayed to the end that its writer gave it. False where something
+            differs, and where the log was cut short or is still being written.
+    """
 
     num_steps: int
     num_tokens: int
     difference: Difference | None
+    is_whole: bool
 
 
 def replay(executor: Executor, log: ScheduleLog) -> Replay:
@@ -278,10 +312,11 @@ def replay(executor: Executor, log: ScheduleLog) -> Replay:
         found = outcomes(step.plan, executor.submit(batch).result())
         for one, logged, replayed in zip(step.plan.slices, step.outcomes, found, strict=True):
             if logged != replayed:
-                return Replay(num_steps, num_tokens, _difference(step, one, logged, replayed))
+                difference = _difference(step, one, logged, replayed)
+                return Replay(num_steps, num_tokens, difference, is_whole=False)
         num_steps += 1
         num_tokens += sum(one.num_samples for one in step.plan.slices)
-    return Replay(num_steps, num_tokens, None)
+    return Replay(num_steps, num_tokens, None, is_whole=log.has_end)
 
 
 def _difference(

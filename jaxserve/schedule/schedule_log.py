@@ -17,6 +17,8 @@ key:
      "outcomes": [[token_id, ...] or null, ...],     what each slice sampled; null where it failed
      "ended": [sequence, ...], "step_s": seconds}
     {"weights_changed_after": step}
+    {"end": {"num_steps": n}}      the last line of a log that was closed; a log without it was cut
+                                   short, or is still being written
 
 What is empty is left out. `pages` and `tokens` are there for what a reader cannot know: pages that
 are not as in the sequence's last slice, and tokens that are neither from its prompt nor sampled in
@@ -132,6 +134,11 @@ class ScheduleLogWriter:
 
     def weights_changed(self) -> None:
         self._write(_line({"weights_changed_after": self._num_steps}))
+
+    def close(self) -> None:
+        """Writes the log's end; but not behind a step that could not be written."""
+        if not self._in_step:
+            self._write(_line({"end": {"num_steps": self._num_steps}}))
 
     def step_done(self, step: StepRecord) -> None:
         if self._in_step:  # the last call was cut short: what it has told is not known

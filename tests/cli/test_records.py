@@ -107,6 +107,7 @@ def test_a_replay_gives_the_same_tokens(log_run, model, made, capsys, flags):
     out = capsys.readouterr().out
     first, again = made
     assert out.startswith(f"the same {7 * 9} tokens in {first.engine.stats().num_steps} steps")
+    assert "no end" not in out
     assert again.engine.stats().num_steps == 0, "its scheduler took no part"
     assert (again.engine.executor.slots == first.engine.executor.slots).all()
 
@@ -123,6 +124,43 @@ def test_a_changed_token_is_found(log_run, model, made, capsys):
     assert out.count("\n") == 1
 
 
+def test_a_log_that_was_cut_at_a_lines_end_is_told(log_run, model, capsys):
+    log = log_run()
+    *lines, last = log.read_bytes().splitlines(keepends=True)
+    assert json.loads(last) == {"end": {"num_steps": json.loads(lines[-1])["step"]}}
+    log.write_bytes(b"".join(lines))
+    assert main(["replay", f"--model={model}", f"--schedule_log={log}"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"the same {7 * 9} tokens in ")
+    assert out.endswith(" s; the log has no end: it was cut short or is still being written\n")
+
+
+@pytest.mark.parametrize(
+    ("number", "line", "words"),
+    [
+        (1, b"prompt: hello\n", "not a schedule log: Expecting value at character 1"),
+        (1, b"\xff\x00\n", "not a schedule log: not UTF-8 at byte 0"),
+        (1, b'{"prompt": "hello"}\n', "not the header of a schedule log of this version"),
+        (
+            4,
+            b'{"step": 1,\n',
+            "not valid JSON: Expecting property name enclosed in double quotes at",
+        ),
+        (4, b'{"step": 1}\n', "KeyError 'bucket'"),
+    ],
+)
+def test_a_fault_is_told_with_file_and_line(log_run, model, capsys, number, line, words):
+    log = log_run()
+    lines = log.read_bytes().splitlines(keepends=True)
+    lines[number - 1] = line
+    log.write_bytes(b"".join(lines))
+    capsys.readouterr()
+    assert main(["replay", f"--model={model}", f"--schedule_log={log}"]) == 2
+    err = capsys.readouterr().err
+    assert f"{log}, line {number}: {words}" in err
+    assert err.count("line") == 1
+
+
 def test_another_model_is_refused(log_run, model, made, capsys):
     log = log_run()
     (model / "model.safetensors").write_bytes(bytes(101))
@@ -137,7 +175,9 @@ def test_an_engine_that_comes_out_otherwise_is_refused(log_run, model, made, cap
         log.read_text().replace('"attention_backend":"fake"', '"attention_backend":"xla"')
     )
     assert main(["replay", f"--model={model}", f"--schedule_log={log}"]) == 2
-    assert "attention_backend was 'xla' and would be 'fake' now" in capsys.readouterr().err
+    assert (
+        "attention_backend was 'xla' in the log and would be 'fake' now" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -147,7 +187,10 @@ def test_an_engine_that_comes_out_otherwise_is_refused(log_run, model, made, cap
         (["--model=x"], "--schedule_log is needed"),
         (["--model=x", "--schedule_log=/no/such"], "cannot read --schedule_log=/no/such: No such"),
         (["--model=x", "--schedule_log=/"], "cannot read --schedule_log=/: Is a directory"),
-        (["--model=x", "--schedule_log=/dev/null"], "line 1: not the header of a schedule log"),
+        (
+            ["--model=x", "--schedule_log=/dev/null"],
+            "/dev/null, line 1: not the header of a schedule",
+        ),
         (["--model=x", "--schedule_log=x", "y"], "unexpected argument 'y'"),
     ],
 )
@@ -221,6 +264,48 @@ def test_an_older_file_is_kept_by_a_start_that_fails(run, made, prompts, tmp_pat
     assert log.read_text() == "older\n"
 
 
+def test_a_resumed_run_keeps_the_files_of_its_earlier_parts(run, model, prompts, tmp_path, capsys):
+    out, stats, log = (tmp_path / name for name in ("out.jsonl", "stats", "log"))
+    flags = [f"--input={prompts}", f"--output={out}", f"--stats_file={stats}"]
+    flags += [f"--schedule_log={log}", *FLAGS]
+    assert run(*flags) == 0
+    first = stats.read_bytes(), log.read_bytes()
+    for number in (2, 3):
+        out.write_bytes(b"".join(out.read_bytes().splitlines(keepends=True)[:4]))
+        assert run(*flags, "--resume") == 0
+        assert (stats.read_bytes(), log.read_bytes()) == first
+        err = capsys.readouterr().err
+        for flag, path in (("stats_file", stats), ("schedule_log", log)):
+            assert f"--{flag}={path} holds an earlier part" in err
+            assert f"goes to {path}.{number}\n" in err
+        assert read_records(Path(f"{stats}.{number}"))[-1]["tokens"]["num_output_tokens"] == 3 * 9
+        command = ["replay", f"--model={model}", f"--schedule_log={log}.{number}"]
+        assert main(command) == 0
+    assert run(*flags, "--resume") == 0, "nothing is left to do"
+    assert not Path(f"{log}.4").exists()
+    assert run(*flags, "--overwrite") == 0
+    assert log.read_bytes() != first[1], "a new run replaces them"
+    assert len(read_records(log)) == len(first[1].splitlines())
+
+
+def test_an_empty_file_is_no_earlier_part(run, prompts, tmp_path):
+    log = tmp_path / "log"
+    log.touch()
+    flags = [f"--input={prompts}", f"--output={tmp_path / 'o'}", f"--schedule_log={log}"]
+    assert run(*FLAGS, *flags, "--resume") == 0
+    assert "step" in log.read_text()
+    assert not Path(f"{log}.2").exists()
+
+
+def test_the_next_part_must_not_be_another_file(run, made, prompts, tmp_path, capsys):
+    log = tmp_path / "log"
+    log.write_text("earlier\n")
+    flags = [f"--input={prompts}", f"--output={log}.2", f"--schedule_log={log}", "--resume"]
+    assert run(*flags) == 2
+    assert f"--schedule_log={log}.2 and --output={log}.2" in capsys.readouterr().err
+    assert made == []
+
+
 def test_a_kill_leaves_whole_lines(start, tmp_path):
     stats, log = tmp_path / "stats", tmp_path / "log"
     flags = [f"--stats_file={stats}", "--stats_interval_s=0", f"--schedule_log={log}"]
@@ -233,6 +318,20 @@ def test_a_kill_leaves_whole_lines(start, tmp_path):
     process.wait()
     assert len(read_records(stats)) > 1
     assert "step" in read_records(log)[-1]
+
+
+def test_a_stop_leaves_a_log_with_its_end(start, tmp_path):
+    log = tmp_path / "log"
+    process = start(0.01, f"--schedule_log={log}", "--max-tokens=1000", "--ignore-eos", "hello")
+    deadline = time.monotonic() + 60
+    while not log.exists() or b'"step":' not in log.read_bytes():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    *_, last_step, end = read_records(log)
+    assert end == {"end": {"num_steps": last_step["step"]}}
 
 
 def test_a_full_disk_ends_the_run_and_leaves_whole_lines(tmp_path):

@@ -172,3 +172,29 @@ def test_unknown_fields_warn_once_and_are_ignored(caplog):
         "line 2: unknown field 'stream' is ignored; said once for all lines",
         "line 3: unknown field 'top' is ignored (did you mean 'stop'?); said once for all lines",
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("cache_slat", " (did you mean 'cache_salt'?)"),
+        ("Cache-Salt", " (did you mean 'cache_salt'?)"),
+        (
+            "beam_width",
+            " (a line is not decoded by beam search: LLM.beam_search does that, in Python)",
+        ),
+        (
+            "best_of",
+            " (a line is not decoded by beam search: LLM.beam_search does that, in Python)",
+        ),
+        ("use_beam_search", " (a line is not decoded by beam search: LLM.beam_search does"),
+        ("length_penalty", " (a line is not decoded by beam search: LLM.beam_search does"),
+        ("user", "; said once"),
+    ],
+)
+def test_an_unknown_field_gets_a_hint(caplog, name, hint):
+    with caplog.at_level(logging.WARNING, "jaxserve"):
+        (line,) = parse({"prompt": "a", name: 1})
+    assert line.error is None
+    (record,) = caplog.records
+    assert f"unknown field {name!r} is ignored{hint}" in record.getMessage()

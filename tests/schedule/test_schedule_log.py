@@ -54,6 +54,7 @@ class LoggedEngine:
         header = LogHeader.of(self.engine.stats(), version="0", model="m", host_kv_gib=0.5)
         writer = ScheduleLogWriter(lambda line: self.lines.append(line.encode()), header)
         self.engine.observers.append(writer)
+        self.writer = writer
 
     def log(self) -> ScheduleLog:
         return ScheduleLog(self.lines)
@@ -329,6 +330,36 @@ def test_a_change_of_weights_ends_what_can_be_replayed(small):
 def test_a_torn_last_line_is_passed_over(small):
     small.lines[-1] = small.lines[-1][:-5]
     assert replay(RecordingExecutor(**small.made_of), small.log()).num_steps == 5
+
+
+def test_a_log_has_an_end_when_it_was_closed(small):
+    assert not replay(RecordingExecutor(**small.made_of), small.log()).is_whole
+    small.writer.close()
+    assert json.loads(small.lines[-1]) == {"end": {"num_steps": 6}}
+    done = replay(RecordingExecutor(**small.made_of), small.log())
+    assert done.is_whole
+    assert done.num_steps == 6
+
+
+def test_a_log_whose_last_step_was_not_written_has_no_end(small):
+    def fail(line: str) -> None:
+        raise BrokenPipeError
+
+    small.writer._write = fail
+    add(small.engine, "late", [1, 2, 3], 1)
+    with pytest.raises(BrokenPipeError):
+        small.engine.step()
+    small.writer.close()  # writes nothing, or this would raise
+
+
+def test_an_end_that_cannot_be_is_refused(small):
+    small.writer.close()
+    for lines, words in (
+        ([*small.lines, small.lines[-2]], "line 12: a line behind the end"),
+        ([*small.lines[:-2], small.lines[-1]], "line 10: the log ends after step 5, and says 6"),
+    ):
+        with pytest.raises(ScheduleLogError, match=words):
+            replay(RecordingExecutor(**small.made_of), ScheduleLog(lines))
 
 
 def test_ended_sequences_are_forgotten(small):

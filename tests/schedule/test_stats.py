@@ -7,10 +7,14 @@ from itertools import chain
 import pytest
 
 from jaxserve.engine import Engine
+from jaxserve.request import Request
+from jaxserve.sampling_params import BeamParams
 from jaxserve.schedule.scheduler import Scheduler
 from jaxserve.stats import GROUPS, BucketStats, EngineStats
 from tests.fakes import drain, make_engine
 from tests.schedule.test_schedule_log import add, prompt_of
+
+BEAM = BeamParams(beam_width=2, max_tokens=4)
 
 
 def num_tokens_held(scheduler: Scheduler) -> int:
@@ -86,6 +90,32 @@ def test_copies_are_in_the_step_that_makes_them():
     assert engine.stats().last_step.num_copies == 1, "the two choices share the second page"
     drain(engine)
     assert engine.stats().num_copied_pages == 1
+
+
+def test_branches_count_their_prompt_once_and_look_nothing_up():
+    engine = make_engine()
+    add(engine, "choices", prompt_of(6), 4, n=3)
+    engine.add(Request(id="beams", prompt_token_ids=prompt_of(7, 1), beam=BEAM))
+    drain(engine)
+    stats = engine.stats()
+    assert stats.num_forks > 3
+    assert stats.num_prompt_tokens == 6 + 7
+    assert stats.num_queried_tokens == 6 + 7
+
+
+def test_a_fork_is_a_request_that_looks_nothing_up_while_it_has_pages():
+    engine = make_engine()
+    add(engine, "parent", prompt_of(6), 4)
+    engine.fork("parent", "early", num_tokens=6)  # nothing is computed yet
+    engine.step()
+    engine.step()
+    before = engine.stats()
+    assert before.num_prompt_tokens == before.num_queried_tokens == 6 + 6
+    engine.fork("parent", "late", num_tokens=6, append_token_ids=[9])
+    drain(engine)
+    stats = engine.stats()
+    assert stats.num_prompt_tokens == 6 + 6 + 7
+    assert stats.num_queried_tokens == 6 + 6
 
 
 def test_json_has_every_figure_once():
