@@ -22,7 +22,8 @@ from jaxserve.schedule.preemption import PreemptionMode
 
 WORKLOADS = Path(__file__).resolve().parent.parent / "workloads"
 BEAM_WIDTH = 6
-NUM_PRESSED = 12  # requests of w1 for which there are too few pages
+NUM_PRESSED = 16  # requests for which there are too few pages
+PRESSED_PROMPT, PRESSED_OUTPUT = 32, 112  # tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,10 +58,13 @@ def prefix_cache(model: str, repeats: int) -> Turns:
 
 
 def preemption(model: str, repeats: int, share: float = 0.3) -> Turns:
-    """The first requests of w1 in pages for a part of what they need at once, preemption_mode auto,
-    then recompute.
+    """Short beginnings of w1's prompts with long answers, in pages for a part of what they come to
+    need at once: preemption_mode auto, then recompute.
     """
-    requests = _workload("w1")[:NUM_PRESSED]
+    requests = [
+        {"prompt_token_ids": r["prompt_token_ids"][:PRESSED_PROMPT], "max_tokens": PRESSED_OUTPUT}
+        for r in _workload("w1")[:NUM_PRESSED]
+    ]
     page_size = 16
     demand = sum(-(-(len(r["prompt_token_ids"]) + r["max_tokens"]) // page_size) for r in requests)
     llm = _small_llm(
