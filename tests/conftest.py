@@ -5,7 +5,9 @@
 - Warnings are errors (pyproject.toml).
 """
 
+import gc
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -46,6 +48,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(not_asked)
         if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
             item.add_marker(no_gpu)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _free_programs() -> Iterator[None]:
+    """What a module compiled goes with it, but for engines that are shared: a process that keeps every
+    program runs out of memory mappings, and XLA then crashes.
+    """
+    yield
+    gc.collect()
+    jax.clear_caches()
 
 
 @pytest.fixture(scope="session")

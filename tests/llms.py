@@ -10,7 +10,9 @@ from jaxserve.request import RequestOutput, SamplingParams
 TINY = Path(__file__).parent.parent / "checkpoints" / "tiny_llama"
 
 
-@functools.cache
+# Every compiled program takes some hundred memory mappings, of which a process may have 65,530: what was
+# not used for long makes room. Programs stay in the compilation cache of the run.
+@functools.lru_cache(maxsize=6)
 def shared_llm(model: str | Path = TINY, **options: object) -> LLM:
     """An idle `LLM`; the caller leaves it idle."""
     small: dict[str, object] = {
