@@ -20,8 +20,8 @@ CALLS = {
 
 class InterruptEngineAt:
     """Raises KeyboardInterrupt at the n-th line that runs of the engine itself, not counting those
-    that begin or end a `with`: between the instructions of one Python looks for signals only after a
-    call.
+    that begin or end a `with` or a `try`: between the instructions of one Python looks for signals
+    only after a call.
     """
 
     def __init__(self, count: int):
@@ -32,7 +32,7 @@ class InterruptEngineAt:
 
     def line(self, frame, event, argument):
         text = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-        if event == "line" and not text.strip().startswith("with "):
+        if event == "line" and not text.strip().startswith(("with ", "try:")):
             self.count -= 1
             if self.count == 0:
                 raise KeyboardInterrupt

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
+from jaxserve.config import CacheConfig, SchedulerConfig
 from jaxserve.device.executor import DeviceExecutor, StepShapes
 from jaxserve.device.programs import Program, ProgramTable
 from jaxserve.engine import Engine
@@ -20,11 +21,9 @@ from jaxserve.model.layers import linear
 from jaxserve.model.registry import ModelFunctions, Params, build_model
 from jaxserve.model.rope import inverse_frequencies, rotate, rotation
 from jaxserve.model_config import ModelConfig
-from jaxserve.pages.kv_manager import KVManager
 from jaxserve.request import Request, SamplingParams
-from jaxserve.schedule.admission import ADMISSIONS
 from jaxserve.schedule.buckets import Buckets
-from jaxserve.schedule.scheduler import Scheduler
+from jaxserve.schedule.build import build_scheduler
 from pallas_kernels import dispatch
 from scripts.device.report import Deadline, Row
 
@@ -72,8 +71,14 @@ def make_engine(
     )
     executor = DeviceExecutor(shapes, params)
     executor.warm_up()
-    kv = KVManager(num_pages=shapes.num_pages, page_size=page_size, max_model_len=CONTEXT)
-    scheduler = Scheduler(kv=kv, buckets=buckets, admission=ADMISSIONS["continuous"]())
+    scheduler = build_scheduler(
+        SchedulerConfig(),
+        CacheConfig(enable_prefix_caching=False),
+        num_pages=shapes.num_pages,
+        page_size=page_size,
+        max_model_len=CONTEXT,
+        buckets=buckets,
+    )
     vocab_size = model.config.vocab_size
     engine = Engine(
         executor=executor, scheduler=scheduler, vocab_size=vocab_size, max_model_len=CONTEXT

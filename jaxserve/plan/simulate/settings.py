@@ -170,7 +170,8 @@ def build_setup(config: SimulationConfig, trace: Trace) -> Setup:
     scheduler = build_scheduler(
         _scheduler_config(config, max_model_len),
         config.cache,
-        **made,
+        num_pages=made["num_pages"],
+        num_host_pages=made["num_host_pages"],
         page_size=page_size,
         max_model_len=max_model_len,
         costs=costs,
