@@ -7,7 +7,6 @@ A shape here says nothing about whether the engine can serve the model: that is 
 
 from dataclasses import dataclass
 
-from jaxserve.errors import ConfigError
 from jaxserve.model_config import ModelConfig
 
 
@@ -170,14 +169,3 @@ MODELS: dict[str, ModelSpec] = {
         num_extra_layer_params=2 * 128,
     ),
 }
-
-
-def model_spec(name: str) -> ModelSpec:
-    """A model of the table.
-
-    Raises:
-        ConfigError: no such model.
-    """
-    if name not in MODELS:
-        raise ConfigError(f"model must be one of {', '.join(MODELS)}, got {name!r}")
-    return MODELS[name]

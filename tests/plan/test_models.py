@@ -7,7 +7,7 @@ import pytest
 from jaxserve.errors import ConfigError
 from jaxserve.model_config import ModelConfig
 from jaxserve.plan.chips import CHIPS, chip_spec
-from jaxserve.plan.models import MODELS, ModelSpec, model_spec
+from jaxserve.plan.models import MODELS, ModelSpec
 from scripts.models import LLAMA_3_8B
 
 # As their publishers count them: the sum over the tensors of the checkpoint.
@@ -56,10 +56,7 @@ def test_biases_of_a_checkpoint_are_counted():
     assert ModelSpec.from_config(mlp).num_params == plain + 2 * (64 + 64 + 32)
 
 
-def test_unknown_names_are_refused_with_the_known_ones():
-    with pytest.raises(ConfigError, match=r"model must be one of .*llama-3-8b.*, got 'llama'"):
-        model_spec("llama")
+def test_an_unknown_chip_is_refused_with_the_known_ones():
     with pytest.raises(ConfigError, match=r"chip must be one of v5e, .*, got 'b200'"):
         chip_spec("b200")
     assert chip_spec("h100") is CHIPS["h100"]
-    assert model_spec("qwen3-8b") is MODELS["qwen3-8b"]
