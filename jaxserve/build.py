@@ -160,6 +160,7 @@ def build_engine(config: EngineConfig, loaded: LoadedModel) -> tuple[Engine, Sta
         max_model_len=max_model_len,
         eos_token_ids=loaded.eos_token_ids,
         seed=config.seed,
+        async_scheduling=config.scheduler.async_scheduling,
     )
     _log_choices(explanation, max_model_len, shapes, pool, num_host_pages)
     times = StartupTimes(load_s=load_s, compile_s=executor.compile_s, warm_s=executor.warm_s)

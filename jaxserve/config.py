@@ -135,6 +135,11 @@ class SchedulerConfig:
         preemption_mode: what happens to a running sequence whose pages an older one needs.
             "recompute" computes them again; "swap" moves them to host RAM (host_kv_gib) and back,
             and recomputes when there is no room; "auto" does what costs less time.
+        async_scheduling: plan and send each step while the one before it is still computed, so that
+            the device never waits for the host. Outputs are the same with and without it.
+        num_decode_steps: when every running sequence decodes and nobody waits, compute so many
+            tokens of each before the host looks at them. More hides a slow host; outputs come in
+            bursts, and what a sequence computes behind its end is lost.
 
     Raises:
         ConfigError: a value outside its range.
@@ -148,6 +153,8 @@ class SchedulerConfig:
     long_prefill_token_threshold: int | None = None
     target_itl_s: float | None = None
     preemption_mode: str = "auto"
+    async_scheduling: bool = True
+    num_decode_steps: int = 1
 
     def __post_init__(self) -> None:
         _check_int("max_num_seqs", self.max_num_seqs, 1, 4096)
@@ -159,6 +166,8 @@ class SchedulerConfig:
         if self.target_itl_s is not None:
             _check_positive("target_itl_s", self.target_itl_s)
         _check_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
+        _check_bool("async_scheduling", self.async_scheduling)
+        _check_int("num_decode_steps", self.num_decode_steps, 1, 1024)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,8 @@
 
 Called by `LLM` and by anyone who embeds it. The engine speaks token ids; a `TokenWatcher` per
 output is the only way text reaches into the loop, so ids, text, logprobs and counts are always cut
-in the same place. What a request makes of its tokens stands in `jaxserve.groups`.
+in the same place. The steps themselves stand in `step_loop`, what a request makes of its tokens in
+`jaxserve.groups`.
 """
 
 import dataclasses
@@ -15,24 +16,19 @@ from collections.abc import Sequence as Several
 
 from jaxserve.errors import ConfigError, InvalidRequestError, shown
 from jaxserve.executor import Executor
-from jaxserve.groups.beams import BeamGroup, check_beams
-from jaxserve.groups.choices import ChoiceGroup, one_watcher_per_choice
 from jaxserve.groups.group import Group
 from jaxserve.groups.limits import Limits
+from jaxserve.groups.make import Watchers, make_group
 from jaxserve.groups.outbox import Outbox, count_tokens
 from jaxserve.request import Request, RequestOutput, as_token_ids
 from jaxserve.sampling_params import SamplingParams, plain, require, require_within
-from jaxserve.schedule.batch import build_batch
-from jaxserve.schedule.observer import StepObserver, StepRecord
-from jaxserve.schedule.plan import StepPlan, StepResult
+from jaxserve.schedule.observer import StepObserver
+from jaxserve.schedule.plan import StepResult
 from jaxserve.schedule.scheduler import Scheduler
 from jaxserve.schedule.sequence import Sequence
 from jaxserve.schedule.stats import scheduler_stats
-from jaxserve.seeds import choice_seed, derive_seed
 from jaxserve.stats import EngineStats
-from jaxserve.text.watcher import TokenWatcher
-
-Watchers = TokenWatcher | Several[TokenWatcher] | None
+from jaxserve.step_loop import StepLoop
 
 
 class Engine:
@@ -46,6 +42,8 @@ class Engine:
         eos_token_ids: the model's end set.
         seed: where the draws of requests without a seed of their own come from.
         clock: seconds; tells the scheduler how long steps take.
+        async_scheduling: plan and send each step while the one before it is still computed. Outputs
+            are the same.
     """
 
     def __init__(
@@ -58,14 +56,22 @@ class Engine:
         eos_token_ids: Iterable[int] = (),
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
+        async_scheduling: bool = False,
     ):
         self.executor = executor
         self.scheduler = scheduler
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.eos_token_ids = frozenset(eos_token_ids)
-        self.clock = clock
         self.observers: list[StepObserver] = []  # look on at every step
+        self._loop = StepLoop(
+            executor=executor,
+            scheduler=scheduler,
+            take_in=self._take_in,
+            observers=self.observers,
+            clock=clock,
+            async_scheduling=async_scheduling,
+        )
         self._seed = seed
         self._groups: dict[str, Group] = {}
         self._held_groups: dict[str, Group] = {}  # ended, their pages kept for `fork`
@@ -130,6 +136,7 @@ class Engine:
         """
         with self._alone("fork"):
             self._recover()
+            self._drain()
             group = self._group(request_id) if isinstance(request_id, str) else None
             if group is None:
                 raise InvalidRequestError(
@@ -174,7 +181,17 @@ class Engine:
             num_slots=self.scheduler.kv.num_slots,
         )
         max_tokens = limits.output_budget(request, prompt)
-        group = self._make_group(request, prompt, max_tokens, watcher)
+        group = make_group(
+            request,
+            prompt,
+            max_tokens,
+            watcher,
+            arrival=self._num_added,
+            engine_seed=self._seed,
+            eos_token_ids=self.eos_token_ids,
+            scheduler=self.scheduler,
+            outbox=self._outbox,
+        )
         self._num_added += 1
         self._num_prompt_tokens += len(prompt)
         self._in_change = True
@@ -183,37 +200,6 @@ class Engine:
             self._in_change = False
         else:
             self._groups[request.id], self._in_change = group, False
-
-    def _make_group(
-        self, request: Request, prompt: tuple[int, ...], max_tokens: int, watcher: Watchers
-    ) -> Group:
-        params, beam = request.sampling_params, request.beam
-        own_stops = frozenset(params.stop_token_ids)
-        stop_ids = own_stops if params.ignore_eos else own_stops | self.eos_token_ids
-        arrival = self._num_added
-        seed = derive_seed(self._seed, arrival) if params.seed is None else params.seed % 2**64
-        seqs = [
-            Sequence(
-                request=request,
-                prompt_token_ids=prompt,
-                order=(arrival, index),
-                seed=choice_seed(seed, index),
-                max_tokens=max_tokens,
-                stop_ids=stop_ids,
-                page_table=self.scheduler.kv.new_table(),
-                wants_candidates=beam is not None,
-            )
-            for index in range(params.n)
-        ]
-        if beam is not None:
-            check_beams(beam, stop_ids)
-            if watcher is not None:
-                raise ValueError(
-                    "watcher: a beam search has none, its outputs are chosen at the end"
-                )
-            return BeamGroup(seqs[0], beam, scheduler=self.scheduler, outbox=self._outbox)
-        watchers = one_watcher_per_choice(watcher, request)
-        return ChoiceGroup(seqs, watchers, scheduler=self.scheduler, outbox=self._outbox)
 
     def abort(self, request_id: str, index: int | None = None) -> RequestOutput | None:
         """Ends a request between two steps and returns its pages; lets go of one that is held.
@@ -264,6 +250,7 @@ class Engine:
         """
         with self._alone("update_params"):
             self._recover()
+            self._drain()
             self._in_change = True
             try:
                 self.executor.update_params(params)
@@ -284,7 +271,7 @@ class Engine:
         return bool(self._groups) or bool(self._outbox)
 
     def step(self) -> list[RequestOutput]:
-        """Schedules and runs one step.
+        """Runs one step, and with async_scheduling sends the next one too.
 
         Interrupted (Ctrl-C) or failing in the middle, it loses nothing: the next call computes the
         unfinished sequences again from the tokens they had.
@@ -297,26 +284,19 @@ class Engine:
         with self._alone("step"):
             self._recover()
             self._in_change = True
-            plan = self.scheduler.schedule()
-            if plan is not None:
-                self._run(plan)
+            self._loop.step()
             outputs = self._outbox.gather()
             num_output_tokens = self._num_output_tokens + count_tokens(outputs)
             self._outbox.remove()
             self._in_change, self._num_output_tokens = False, num_output_tokens
         return outputs
 
-    def _run(self, plan: StepPlan) -> None:
-        """Runs a step and hands each request what its sequences got."""
-        started = self.clock()
-        batch = build_batch(plan, self.scheduler.buckets, self.scheduler.kv.max_pages_per_seq)
-        sampled = self.executor.submit(batch).result()
-        seconds = self.clock() - started
-        result = self.scheduler.update(plan, sampled)
-        self._take_in(result)
-        self.scheduler.observe_step(plan, seconds)
-        for observer in self.observers:
-            observer.step_done(StepRecord(plan, batch, sampled, result, seconds))
+    def _drain(self) -> None:
+        """Finishes the step under way; what it releases is handed out by the next `step`."""
+        self._in_change = True
+        self._loop.drain()
+        self._outbox.keep()
+        self._in_change = False
 
     def _take_in(self, result: StepResult) -> None:
         advanced, failed = result
@@ -356,6 +336,7 @@ class Engine:
         """
         if not self._in_change:
             return
+        self._loop.forget()
         self._outbox.keep()
         groups = self._groups | self._held_groups
         seqs = [seq for group in groups.values() for seq in group.rewind()]

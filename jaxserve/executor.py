@@ -53,8 +53,9 @@ class Executor(Protocol):
         ...
 
     def submit(self, batch: DeviceBatch) -> StepHandle:
-        """Starts a step: its page moves out, copies and moves in, then the batch itself. The
-        batch's arrays are read-only from here on."""
+        """Starts a step: its page moves out, copies and moves in, then the batch itself, num_steps
+        times. The batch before may still be computed: its tokens are read on the device where
+        token_ids name its rows. The arrays are read-only from here on."""
         ...
 
     def update_params(self, params: object) -> None:

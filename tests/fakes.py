@@ -104,6 +104,7 @@ class FakeExecutor:
         self.num_computed_tokens = 0
         self.weights = 0
         self.last_batch: DeviceBatch | None = None
+        self._last_ids = np.zeros(0, np.int32)  # what the rows of the last batch sampled
 
     @property
     def description(self) -> dict[str, object]:
@@ -124,6 +125,7 @@ class FakeExecutor:
     def reset(self) -> None:
         self.slots[:] = UNWRITTEN
         self.host_slots[:] = UNWRITTEN
+        self._last_ids = np.zeros(0, np.int32)
 
     def update_params(self, params: object) -> None:
         """The number by which every token of the context is shifted."""
@@ -131,7 +133,23 @@ class FakeExecutor:
         self.weights = params
 
     def submit(self, batch: DeviceBatch) -> FakeHandle:
+        """Runs all steps of a batch at once; nobody sees what came of them before `result`."""
+        sampled = self._run(batch)
+        while batch.num_steps > 1:
+            batch = batch.following()
+            more = self._run(batch)
+            sampled = dataclasses.replace(
+                sampled,
+                token_ids=np.concatenate([sampled.token_ids, more.token_ids], axis=1),
+                logprobs=np.concatenate([sampled.logprobs, more.logprobs], axis=1),
+                num_tokens=sampled.num_tokens + more.num_tokens,
+                finite=sampled.finite & more.finite,
+            )
+        return FakeHandle(sampled)
+
+    def _run(self, batch: DeviceBatch) -> SampledTokens:
         self.num_steps += 1
+        batch = self._with_known_tokens(batch)
         self.last_batch = batch
         self._move_pages(batch)
         num_rows = int(batch.ranges[2])
@@ -153,7 +171,17 @@ class FakeExecutor:
             assert (context != UNWRITTEN).all(), "attention would read a slot that nobody wrote"
             contexts[int(batch.cu_q_lens[row + 1]) - 1] = context
         finite = [self.poison.isdisjoint(context.tolist()) for context in contexts.values()]
-        return FakeHandle(self._sample(batch, contexts, np.array(finite, bool)))
+        sampled = self._sample(batch, contexts, np.array(finite, bool))
+        if batch.num_rows:
+            self._last_ids = sampled.token_ids[:, 0]
+        return sampled
+
+    def _with_known_tokens(self, batch: DeviceBatch) -> DeviceBatch:
+        """With the tokens that only the device knows."""
+        token_ids = batch.token_ids.copy()
+        unknown = token_ids < 0
+        token_ids[unknown] = self._last_ids[-1 - token_ids[unknown]]
+        return dataclasses.replace(batch, token_ids=token_ids)
 
     def _move_pages(self, batch: DeviceBatch) -> None:
         device, host = batch.moves_out
@@ -217,15 +245,18 @@ def make_engine(
     num_host_pages: int = 0,
     poison: Sequence[int] = (),
     draws: bool = False,
+    executor_class: type[FakeExecutor] = FakeExecutor,
     **options: object,
 ) -> Engine:
     """An engine over a `FakeExecutor`; `options` are fields of the configs, else of the engine."""
+    # One step at a time unless asked for: most tests look at what is there between two steps.
+    options = {"async_scheduling": False} | options
     options = {"max_num_seqs": 8, "max_num_batched_tokens": 32} | options
     configs = []
     for kind in (SchedulerConfig, CacheConfig):
         names = {field.name for field in dataclasses.fields(kind)} & options.keys()
         configs.append(kind(**{name: options.pop(name) for name in names}))
-    executor = FakeExecutor(
+    executor = executor_class(
         num_pages=num_pages,
         page_size=page_size,
         num_host_pages=num_host_pages,
@@ -245,6 +276,7 @@ def make_engine(
         scheduler=scheduler,
         vocab_size=VOCAB_SIZE,
         max_model_len=max_model_len,
+        async_scheduling=configs[0].async_scheduling,
         **options,  # type: ignore[arg-type]
     )
 

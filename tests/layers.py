@@ -5,7 +5,7 @@
     llm, async_engine, the package's own __init__                              7
     build                                                                      6
     device, weights, plan.simulate                                             5
-    engine, groups                                                             4
+    engine, step_loop, groups                                                  4
     executor, schedule                                                         3
     pages, text, model, sample                                                 2
     plan.capacity, plan.roofline, model_config, sampling_params, request,
@@ -36,6 +36,7 @@ LEVELS = {
     "jaxserve.executor": 3,
     "jaxserve.schedule": 3,
     "jaxserve.engine": 4,
+    "jaxserve.step_loop": 4,
     "jaxserve.groups": 4,
     "jaxserve.device": 5,
     "jaxserve.weights": 5,

@@ -60,6 +60,21 @@ def _define_steps(default: SchedulerConfig, group: Mapping[str, Any]) -> None:
         "swap: to host RAM and back (--host_kv_gib). auto: what is measured to cost less time.",
         **group,
     )
+    flags.DEFINE_boolean(
+        "async_scheduling",
+        default.async_scheduling,
+        "Plan and send each step while the one before it is still computed. Off only to compare: "
+        "outputs are the same.",
+        **group,
+    )
+    flags.DEFINE_integer(
+        "num_decode_steps",
+        default.num_decode_steps,
+        "When every request decodes and none waits, compute so many tokens of each before the host "
+        "looks at them. More hides a slow host, and makes streams come in bursts.",
+        lower_bound=1,
+        **group,
+    )
 
 
 def _define_cache(default: CacheConfig, group: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ from jaxserve.device.page_moves import PageMoves
 from jaxserve.device.params import put_params
 from jaxserve.device.programs import Program, ProgramTable
 from jaxserve.device.step import Sampled, forward_inputs, sampling_rows
-from jaxserve.device.step_result import DeviceStep
+from jaxserve.device.step_result import DeviceStep, StepOutputs
 from jaxserve.device.step_shapes import StepShapes
 from jaxserve.executor import StepCosts
 from jaxserve.model.kv_scales import KVScales
@@ -136,6 +136,8 @@ class DeviceExecutor:
         self._last = None
         self._moves.storage.forget()
         self._kv_pages = []  # first give up what is left of the old ones: two pools may not fit
+        last_ids = self._shapes.abstract_last_ids
+        self._last_ids = jnp.zeros(last_ids.shape, last_ids.dtype)
         self._kv_pages = jax.tree.map(
             lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._shapes.abstract_pages()
         )
@@ -186,9 +188,20 @@ class DeviceExecutor:
         return self._submit(batch, self._runs)
 
     def _submit(self, batch: DeviceBatch, runs: Sequence[slice]) -> DeviceStep:
+        outputs = [self._run(batch, runs)]
+        while batch.num_steps > 1:
+            batch = batch.following()
+            outputs.append(self._run(batch, runs))
+        self._last = DeviceStep(batch, outputs, settle=self._moves.storage.settle)
+        return self._last
+
+    def _run(self, batch: DeviceBatch, runs: Sequence[slice]) -> StepOutputs:
+        """Calls the programs of one step, one after the other; waits for none of them."""
         num_tokens, num_rows = batch.bucket.num_tokens, batch.bucket.num_rows
         inputs = jax.device_put(forward_inputs(batch))
-        x = self._programs["embed", num_tokens](self._params["embed"], inputs.token_ids)
+        x = self._programs["embed", num_tokens](
+            self._params["embed"], inputs.token_ids, self._last_ids
+        )
         run_layers = self._programs["layers", num_tokens]
         for run in runs:
             x, self._kv_pages[run] = run_layers(
@@ -205,14 +218,8 @@ class DeviceExecutor:
         if batch.num_rows:
             run_sample = self._programs["sample", num_rows]
             outputs = Sampled(*run_sample(self._head_params, hidden, sampling_rows(batch)))
-            sampled = outputs[:3]
+            self._last_ids = outputs.last_ids
+            sampled = (outputs.token_ids, outputs.logprobs, outputs.finite)
             if batch.wants_candidates:
                 candidates = self._programs["candidates", num_rows](outputs.logits)
-        self._last = DeviceStep(
-            batch,
-            slices_finite=slices_finite,
-            sampled=sampled,
-            candidates=candidates,
-            settle=self._moves.storage.settle,
-        )
-        return self._last
+        return StepOutputs(slices_finite, sampled, candidates)

@@ -1,6 +1,6 @@
 """The pure functions that make up a step; `executor.py` compiles each once per rung of its ladder.
 
-    embed       (T)   token ids -> [T, E]
+    embed       (T)   token ids, and those sampled last -> [T, E]
     layers      (T)   a run of consecutive layers: [T, E] -> [T, E], pages written; called for one
                       run after the other
     select      (T)   the rows that need logits: [T, E] -> [S, E]; which slices are finite
@@ -22,6 +22,24 @@ from jaxserve.model.registry import ModelFunctions, Params
 from jaxserve.sample.logprobs import chosen_logprobs
 from jaxserve.sample.sampler import SamplingRows, sample
 from jaxserve.schedule.batch import DeviceBatch
+
+
+def embed_tokens(
+    model: ModelFunctions, embed_params: Params, token_ids: jax.Array, last_ids: jax.Array
+) -> jax.Array:
+    """Token embeddings; tokens that the host does not know yet are read from the step before.
+
+    Args:
+        model: static.
+        embed_params: params["embed"].
+        token_ids: i32[T]; -1 - r stands for last_ids[r].
+        last_ids: i32[S], what each logit row of the step before sampled.
+
+    Returns:
+        [T, E].
+    """
+    known = jnp.where(token_ids < 0, last_ids.at[-1 - token_ids].get(mode="clip"), token_ids)
+    return model.embed(embed_params, known)
 
 
 class ForwardInputs(NamedTuple):
@@ -61,6 +79,7 @@ class Sampled(NamedTuple):
     """What `sample_rows` returns, per logit row."""
 
     token_ids: jax.Array  # i32[R]    in [0, V), and no more than that where logits are not finite
+    last_ids: jax.Array  # i32[S]     the same, padded with zeros: what the next step may read
     logprobs: jax.Array  # f32[R]     of these tokens under the raw logits
     finite: jax.Array  # bool[R]      every logit of the row is finite
     logits: jax.Array  # f32[R, V]    raw, for the candidates; they stay on the device
@@ -122,5 +141,7 @@ def sample_rows(
     num_rows = rows.temperature.shape[0]
     logits = model.logits(head_params, hidden[:num_rows])
     token_ids = sample(logits, rows)
+    last_ids = jnp.zeros(hidden.shape[0], jnp.int32).at[:num_rows].set(token_ids)
+    logprobs = chosen_logprobs(logits, token_ids)
     finite = jnp.all(jnp.isfinite(logits), axis=1)
-    return Sampled(token_ids, chosen_logprobs(logits, token_ids), finite, logits)
+    return Sampled(token_ids, last_ids, logprobs, finite, logits)

@@ -4,7 +4,8 @@ Made by the executor, one per submitted batch. Invariant: `result` is the only p
 step, so whatever went wrong in it is raised there.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -12,29 +13,34 @@ import numpy as np
 from jaxserve.schedule.batch import DeviceBatch, SampledTokens
 
 
+class StepOutputs(NamedTuple):
+    """What the programs of one step return, on the device.
+
+    Args:
+        slices_finite: bool[S].
+        sampled: (token ids i32[R], logprobs f32[R], finite bool[R]); None where nothing is sampled.
+        candidates: (token ids i32[R, K], logprobs f32[R, K]), where wanted.
+    """
+
+    slices_finite: jax.Array
+    sampled: tuple[jax.Array, ...] | None
+    candidates: tuple[jax.Array, ...] | None
+
+
 class DeviceStep:
     """A step under way; `result` waits for it. Meets `jaxserve.executor.StepHandle`.
 
     Args:
-        batch: what was submitted.
-        slices_finite: bool[S], on the device.
-        sampled: (token ids i32[R], logprobs f32[R], finite bool[R]), on the device; None where
-            nothing is sampled.
-        candidates: (token ids i32[R, K], logprobs f32[R, K]), on the device, where wanted.
+        batch: what was submitted; of several steps in one, the last.
+        outputs: of each of its steps.
         settle: writes the pages that left the device to host RAM; waits for them.
     """
 
     def __init__(
-        self,
-        batch: DeviceBatch,
-        *,
-        slices_finite: jax.Array,
-        sampled: tuple[jax.Array, ...] | None,
-        candidates: tuple[jax.Array, ...] | None,
-        settle: Callable[[], None],
+        self, batch: DeviceBatch, outputs: Sequence[StepOutputs], *, settle: Callable[[], None]
     ):
         self._batch = batch
-        self._outputs = (slices_finite, sampled, candidates)
+        self._outputs = outputs
         self._settle = settle
         self.is_done = False
 
@@ -42,9 +48,23 @@ class DeviceStep:
         """Blocks until the step is done, also when it samples nothing."""
         try:
             self._settle()  # those pages left before the step began: write them while it runs
-            return sampled_tokens(self._batch, *jax.device_get(self._outputs))
+            fetched = jax.device_get(list(self._outputs))
+            return _one_after_the_other([sampled_tokens(self._batch, *one) for one in fetched])
         finally:
             self.is_done = True
+
+
+def _one_after_the_other(steps: Sequence[SampledTokens]) -> SampledTokens:
+    """What several steps of the same rows sampled, as one: M tokens a row."""
+    first, *rest = steps
+    if not rest:
+        return first
+    return SampledTokens(
+        token_ids=np.concatenate([one.token_ids for one in steps], axis=1),
+        num_tokens=np.full(len(first.token_ids), len(steps), np.int32),
+        logprobs=np.concatenate([one.logprobs for one in steps], axis=1),
+        finite=np.logical_and.reduce([one.finite for one in steps]),
+    )
 
 
 def sampled_tokens(
@@ -57,7 +77,7 @@ def sampled_tokens(
 
     Args:
         batch: what was submitted.
-        slices_finite, sampled, candidates: as in `DeviceStep`, fetched.
+        slices_finite, sampled, candidates: as in `StepOutputs`, fetched.
     """
     num_slices, num_rows = int(batch.ranges[2]), batch.num_rows
     finite = np.array(slices_finite[:num_slices])

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxserve.config import KV_CACHE_DTYPES
 from jaxserve.device.programs import Program, ProgramTable
-from jaxserve.device.step import forward_inputs, sample_rows, sampling_rows, select
+from jaxserve.device.step import embed_tokens, forward_inputs, sample_rows, sampling_rows, select
 from jaxserve.model.kv_scales import KVScales
 from jaxserve.model.registry import ModelFunctions
 from jaxserve.sample.logprobs import top_logprobs
@@ -70,6 +70,11 @@ class StepShapes:
     def num_candidates(self) -> int:
         """Likeliest tokens that a row gets when a batch wants them (K)."""
         return min(MAX_CANDIDATES, self.model.config.vocab_size)
+
+    @property
+    def abstract_last_ids(self) -> jax.ShapeDtypeStruct:
+        """What the logit rows of a step sampled, i32[S], as a shape only."""
+        return jax.ShapeDtypeStruct((self.buckets.max_num_seqs,), jnp.int32)
 
     def abstract_pages(self) -> list[KVPages]:
         """The pages of every layer as shapes only."""
@@ -129,8 +134,8 @@ class StepShapes:
             ),
             Program(
                 key=("embed", num_tokens),
-                function=self.model.embed,
-                arguments=(params["embed"], inputs.token_ids),
+                function=functools.partial(embed_tokens, self.model),
+                arguments=(params["embed"], inputs.token_ids, self.abstract_last_ids),
             ),
             Program(
                 key=("select", num_tokens),

@@ -60,12 +60,12 @@ class Choice:
     def has_ended(self) -> bool:
         return self.progress.finish_reason is not None
 
-    def observe(self) -> Observation:
-        """Shows the last token to the watcher."""
+    def observe(self, index: int) -> Observation:
+        """Shows output token number `index`, from 0, to the watcher."""
         if self.watcher is None:
             return Observation(text="", num_tokens=1, stop_reason=None, stopped=False)
         self.num_shown += 1
-        return self.watcher.observe([self.seq.token_ids[-1]])
+        return self.watcher.observe([self.seq.token_ids[self.seq.num_prompt_tokens + index]])
 
     def flush(self) -> Observation | None:
         """What the watcher still holds; it is not asked again."""
@@ -118,6 +118,8 @@ class ChoiceGroup(Group):
             for index, (seq, watcher) in enumerate(zip(seqs, watchers, strict=True))
         ]
         self.has_spread = len(self.choices) == 1
+        for choice in self.choices:  # the others have to be forked before the first one goes on
+            choice.seq.is_awaited = not self.has_spread
 
     @property
     def has_ended(self) -> bool:
@@ -146,26 +148,35 @@ class ChoiceGroup(Group):
         for seq in seqs:
             if not self.has_spread:
                 self._spread(seq)
-            self._take_token(self.choices[seq.order[1]])
+            self._take_tokens(self.choices[seq.order[1]])
 
     def _spread(self, leader: Sequence) -> None:
         """Gives the other choices what was computed of the prompt."""
         self.has_spread = True  # first: if the forks are cut short, all of them start over
+        for choice in self.choices:
+            choice.seq.is_awaited = False
         for choice in self._going_on():
             if choice.seq is not leader:
                 self.scheduler.fork(leader, choice.seq, leader.num_prompt_tokens)
 
-    def _take_token(self, choice: Choice) -> None:
-        """Looks at the token a choice just got: ends it, makes ready what may be handed out."""
-        ending = choice.seq.ending()
-        seen = choice.observe()
-        if seen.stopped:
-            output = choice.completion([seen], "stop", seen.stop_reason)
+    def _take_tokens(self, choice: Choice) -> None:
+        """Looks at the tokens a choice just got: makes ready what may be handed out, and ends it at
+        the first that ends it; what follows that one is dropped.
+        """
+        seen: list[Observation] = []
+        ending = None
+        for index in range(choice.progress.num_observed, choice.seq.num_output_tokens):
+            ending = choice.seq.ending(index + 1)
+            seen.append(choice.observe(index))
+            if ending is not None or seen[-1].stopped:
+                break
+        if seen[-1].stopped:
+            output = choice.completion(seen, "stop", seen[-1].stop_reason)
         elif ending is not None:
-            output = self._last(choice, *ending, seen)
+            output = self._last(choice, *ending, *seen)
         else:
-            output = choice.completion([seen], None, None)
-        self._commit(choice, output, num_observed=1)
+            output = choice.completion(seen, None, None)
+        self._commit(choice, output, num_observed=len(seen))
         if output.finish_reason is not None:
             if self.request.hold:
                 self.scheduler.hold(choice.seq)

@@ -7,7 +7,7 @@ that are made read-only here: on CPU jax may use a numpy buffer in place, so an 
 """
 
 from array import array
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -37,7 +37,7 @@ class DeviceBatch:
     bucket: Bucket
     num_rows: int  # live logit rows; the rest of R is padding
     # what the model reads
-    token_ids: np.ndarray  # i32[T]
+    token_ids: np.ndarray  # i32[T]     -1 - r: what logit row r of the batch before sampled last
     positions: np.ndarray  # i32[T]
     page_table: np.ndarray  # i32[S * P]
     kv_lens: np.ndarray  # i32[S]      context length including this step's tokens
@@ -52,6 +52,7 @@ class DeviceBatch:
     min_p: np.ndarray  # f32[R]
     seeds: np.ndarray  # u32[R, 2]     high and low word
     output_positions: np.ndarray  # i32[R]  how many output tokens the sequence has already
+    num_steps: int = 1  # run so often, each time with the tokens that were sampled before
     wants_candidates: bool = False  # some row wants the likeliest tokens, not just a sampled one
     # pages to move before the step, in this order; n differs from field to field
     moves_out: np.ndarray = field(default_factory=_no_pairs)  # i32[2, n] device pages -> host pages
@@ -88,14 +89,44 @@ class DeviceBatch:
             cu_q_lens=np.zeros(max_seqs + 1, np.int32),
             ranges=np.zeros(3, np.int32),
             logit_rows=np.zeros(max_seqs, np.int32),
+            num_steps=1,
             wants_candidates=False,
-            **_sampling_arrays([], bucket.num_rows),
+            **_sampling_arrays([], [], bucket.num_rows),
+        )
+
+    def following(self) -> "DeviceBatch":
+        """The batch of the next of its `num_steps`: each row goes on with the token it sampled.
+
+        Raises:
+            ValueError: a row computes more than one token, or samples none.
+        """
+        num_rows = self.num_rows
+        if not num_rows == self.ranges[0] == self.ranges[2]:
+            raise ValueError("only a batch whose rows all sample after one token has a next step")
+        live = np.arange(num_rows, dtype=np.int32)
+        token_ids, positions = self.token_ids.copy(), self.positions.copy()
+        kv_lens, output_positions = self.kv_lens.copy(), self.output_positions.copy()
+        token_ids[:num_rows] = -1 - live
+        positions[:num_rows] += 1
+        kv_lens[:num_rows] += 1
+        output_positions[:num_rows] += 1
+        return replace(
+            self,
+            num_steps=self.num_steps - 1,
+            token_ids=token_ids,
+            positions=positions,
+            kv_lens=kv_lens,
+            output_positions=output_positions,
+            moves_out=_no_pairs(),
+            copies=_no_pairs(),
+            moves_in=_no_pairs(),
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampledTokens:
-    """What a step sampled: one row per slice that samples, in plan order; M = 1 token today.
+    """What a step sampled: one row per slice that samples, in plan order; M tokens, as many as the
+    batch had steps.
 
     Args:
         token_ids: i32[S, M].
@@ -152,12 +183,18 @@ def build_batch(plan: "StepPlan", buckets: Buckets, max_pages: int) -> DeviceBat
     kv_lens = np.zeros(max_seqs, np.int32)
     kv_lens[:num_seqs] = starts + counts
     sampling = [one.seq for one in plan.slices if one.num_samples]
+    output_positions = [
+        start + num_tokens - len(seq.prompt_token_ids)
+        for seq, start, num_tokens, num_samples in plan.slices
+        if num_samples
+    ]
     logit_rows = np.zeros(max_seqs, np.int32)
     logit_rows[: len(sampling)] = cu_q_lens[1 : num_seqs + 1][num_samples > 0] - 1
     num_single = int(np.count_nonzero(counts == 1))
     return DeviceBatch(
         bucket=plan.bucket,
         num_rows=len(sampling),
+        num_steps=plan.num_steps,
         token_ids=token_ids,
         positions=positions,
         page_table=page_table.reshape(-1),
@@ -170,7 +207,7 @@ def build_batch(plan: "StepPlan", buckets: Buckets, max_pages: int) -> DeviceBat
         moves_out=_pairs(plan.moves_out),
         copies=_pairs(plan.copies),
         moves_in=_pairs(plan.moves_in),
-        **_sampling_arrays(sampling, plan.bucket.num_rows),
+        **_sampling_arrays(sampling, output_positions, plan.bucket.num_rows),
     )
 
 
@@ -178,7 +215,9 @@ def _pairs(pairs: tuple[tuple[int, int], ...]) -> np.ndarray:
     return np.array(pairs, np.int32).T.copy() if pairs else _no_pairs()
 
 
-def _sampling_arrays(seqs: list, num_rows: int) -> dict[str, np.ndarray]:
+def _sampling_arrays(
+    seqs: list, output_positions: list[int], num_rows: int
+) -> dict[str, np.ndarray]:
     params = [seq.request.sampling_params for seq in seqs]
 
     def column(values: list, dtype: type, fill: float) -> np.ndarray:
@@ -195,7 +234,7 @@ def _sampling_arrays(seqs: list, num_rows: int) -> dict[str, np.ndarray]:
         "top_p": column([p.top_p for p in params], np.float32, 1.0),
         "min_p": column([p.min_p for p in params], np.float32, 0.0),
         "seeds": seeds,
-        "output_positions": column([seq.num_output_tokens for seq in seqs], np.int32, 0),
+        "output_positions": column(output_positions, np.int32, 0),
     }
 
 

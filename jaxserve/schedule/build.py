@@ -66,6 +66,7 @@ def build_scheduler(
         policy=POLICIES[config.admission](),
         chunk_sizes=_chunk_sizes(config, buckets, whole_prompts),
         preemption=PreemptionMode(mode, costs),
+        num_decode_steps=config.num_decode_steps,
     )
 
 

@@ -31,7 +31,8 @@ class SchedulerCounters:
         num_hit_tokens: those of them that the cache had.
         num_prefix_waits: sequences that waited for a running one to compute their prefix.
         num_prefix_wait_steps: steps that they waited.
-        num_steps, num_tokens: of all plans.
+        num_steps, num_tokens: of all plans; one that computes several tokens of each sequence one after
+            the other counts as so many steps.
         by_bucket: by rung of T.
         last_plan: of the step that was counted last.
     """
@@ -55,9 +56,9 @@ class SchedulerCounters:
     def observe(self, plan: StepPlan) -> None:
         """Counts a step that was run."""
         self.last_plan = plan
-        self.num_steps += 1
-        self.num_tokens += plan.num_tokens
+        self.num_steps += plan.num_steps
+        self.num_tokens += plan.num_tokens * plan.num_steps
         use = self.by_bucket.setdefault(plan.bucket.num_tokens, BucketUse())
-        use.num_steps += 1
-        use.num_tokens += plan.num_tokens
-        use.num_padding_tokens += plan.num_padding_tokens
+        use.num_steps += plan.num_steps
+        use.num_tokens += plan.num_tokens * plan.num_steps
+        use.num_padding_tokens += plan.num_padding_tokens * plan.num_steps

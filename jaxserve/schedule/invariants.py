@@ -23,7 +23,11 @@ def check_queues(
     for seq in running:
         assert seq.status is Status.RUNNING
         assert seq.host_pages is None
-        assert seq.num_tokens_to_compute >= 1, "a running sequence with nothing to compute"
+        is_asked = seq.wants_candidates and seq.num_in_flight > 0
+        assert seq.num_tokens_to_compute >= 1 or is_asked, (
+            "a running sequence with nothing to compute"
+        )
+        assert seq.next_position <= seq.page_table.num_slots, "in flight without a page"
     for seq in waiting:
         assert seq.status in (Status.WAITING, Status.PREEMPTED)
         assert seq.num_tokens_to_compute >= 1, "a waiting sequence with nothing to compute"
@@ -34,6 +38,9 @@ def check_queues(
     everyone = [*running, *waiting, *held]
     assert len(set(everyone)) == len(everyone), "a sequence is in two queues"
     for seq in everyone:
+        pending = seq.token_ids[seq.num_known_tokens :]
+        assert all(token_id < 0 for token_id in pending), "a pending token is known"
+        assert seq.status is Status.RUNNING or not seq.num_in_flight, "in flight, and not running"
         assert seq.num_computed_tokens <= seq.page_table.num_slots, "computed without a page"
     owners = {seq for seq in (*waiting, *held) if len(seq.page_table)}
     assert owners == set(parked), "parked without pages, or pages and not parked"

@@ -19,7 +19,9 @@ class StepRecord(NamedTuple):
         batch: what the executor was given; what the page tables were stands there.
         sampled: what it returned.
         result: what became of the sequences.
-        seconds: from building the batch to its result.
+        seconds: from its start, or the end of the step before it if that was later, to its result.
+        following: the step that was sent before this one's result was known; None if there is none.
+            It still computes for sequences that ended in this one.
     """
 
     plan: StepPlan
@@ -27,6 +29,7 @@ class StepRecord(NamedTuple):
     sampled: SampledTokens
     result: StepResult
     seconds: float
+    following: StepPlan | None = None
 
 
 class StepObserver(Protocol):

@@ -13,7 +13,7 @@ class ScheduledSlice(NamedTuple):
 
     Args:
         seq: the sequence; its pages already hold `start + num_tokens` tokens.
-        start: first position computed, equal to seq.num_computed_tokens.
+        start: first position computed, equal to seq.next_position when it was planned.
         num_tokens: positions computed; 1 is what people call decode, more is a chunk.
         num_samples: tokens sampled at the end of the slice: 1 if it reaches the last known token, else 0.
     """
@@ -32,6 +32,11 @@ class StepPlan:
         slices: ordered as the kernels want their rows: by num_tokens, then by context length.
         bucket: the compiled shapes it runs in.
         num_tokens: of all slices.
+        num_steps: more than 1 where every slice is one token that samples: so many tokens of each
+            sequence are computed one after the other, each from the one before, with no host
+            between.
+        is_awaited: the host has to see what it samples before the next step can be planned: a beam's
+            candidates, the first token of a request with several choices.
         moves_out: (device page, host page) pairs, done first of all.
         copies: (source page, target page) pairs, done next; no target is a source of another.
         moves_in: (host page, device page) pairs, done last before the step.
@@ -40,6 +45,8 @@ class StepPlan:
     slices: tuple[ScheduledSlice, ...]
     bucket: Bucket
     num_tokens: int
+    num_steps: int = 1
+    is_awaited: bool = False
     moves_out: Pairs = ()
     copies: Pairs = ()
     moves_in: Pairs = ()

@@ -24,7 +24,6 @@ from jaxserve.schedule.buckets import Bucket
 from jaxserve.schedule.plan import ScheduledSlice, StepPlan
 from jaxserve.schedule.schedule_log import (
     FORMAT,
-    MOVES,
     SAMPLING_FIELDS,
     LogHeader,
     ScheduleLogError,
@@ -151,9 +150,13 @@ class ScheduleLog:
             slices=slices,
             bucket=bucket,
             num_tokens=sum(one.num_tokens for one in slices),
-            **{name: self._moves(name, record.get(name, ())) for name in MOVES},
+            num_steps=record.get("num_steps", 1),
+            moves_out=self._moves("moves_out", record),
+            copies=self._moves("copies", record),
+            moves_in=self._moves("moves_in", record),
         )
         num_rows = sum(one.num_samples for one in slices)
+        self._check_steps(plan)
         in_ladders = (
             bucket.num_tokens in self.buckets.tokens and bucket.num_rows in self.buckets.rows
         )
@@ -181,7 +184,22 @@ class ScheduleLog:
         seq.num_computed_tokens = start
         return ScheduledSlice(seq, start, num_tokens, num_samples)
 
-    def _moves(self, name: str, pairs: Iterable[list[int]]) -> tuple[tuple[int, int], ...]:
+    def _check_steps(self, plan: StepPlan) -> None:
+        """Several tokens of each slice need rows of one token that samples, with pages for all."""
+        num_steps = plan.num_steps
+        if type(num_steps) is not int or num_steps < 1:
+            raise ValueError(f"num_steps {num_steps!r}")
+        if num_steps == 1:
+            return
+        for seq, start, num_tokens, num_samples in plan.slices:
+            if num_tokens > 1 or not num_samples or seq.wants_candidates:
+                raise ValueError(
+                    f"{num_steps} steps of a slice that is no single token that samples"
+                )
+            if start + num_steps > seq.page_table.num_slots:
+                raise ValueError(f"{num_steps} steps pass {len(seq.page_table)} pages")
+
+    def _moves(self, name: str, record: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
         device, host = (1, self.header.num_pages), (0, self.header.num_host_pages)
         sides = {
             "moves_out": (device, host),
@@ -190,7 +208,7 @@ class ScheduleLog:
         }
         source, target = sides[name]
         moves = []
-        for begin, end in pairs:
+        for begin, end in record.get(name, ()):
             _within([begin], *source)
             _within([end], *target)
             moves.append((begin, end))
@@ -315,7 +333,7 @@ def replay(executor: Executor, log: ScheduleLog) -> Replay:
                 difference = _difference(step, one, logged, replayed)
                 return Replay(num_steps, num_tokens, difference, is_whole=False)
         num_steps += 1
-        num_tokens += sum(one.num_samples for one in step.plan.slices)
+        num_tokens += sum(one.num_samples for one in step.plan.slices) * step.plan.num_steps
     return Replay(num_steps, num_tokens, None, is_whole=log.has_end)
 
 

@@ -14,8 +14,9 @@ key:
      "pages": {sequence: [first, page_id, ...]},     its page table from entry `first` on
      "tokens": {sequence: [start, token_id, ...]},   its tokens from there on
      "moves_out", "copies", "moves_in": [[from, to], ...],
+     "num_steps": n,                                 where it is more than 1: tokens of each slice
      "outcomes": [[token_id, ...] or null, ...],     what each slice sampled; null where it failed
-     "ended": [sequence, ...], "step_s": seconds}
+     "ended": [sequence, ...], "step_s": seconds}    those that are in no later step
     {"weights_changed_after": step}
     {"end": {"num_steps": n}}      the last line of a log that was closed; a log without it was cut
                                    short, or is still being written
@@ -148,6 +149,7 @@ class ScheduleLogWriter:
         pages, tokens = self._news(step)
         numbers = [self._told[one.seq].number for one in plan.slices]
         found = outcomes(plan, step.sampled)
+        later = () if step.following is None else {one.seq for one in step.following.slices}
         self._num_steps += 1
         line: dict[str, Any] = {
             "step": self._num_steps,
@@ -159,11 +161,12 @@ class ScheduleLogWriter:
             "pages": pages,
             "tokens": tokens,
             **{name: getattr(plan, name) for name in MOVES},
+            "num_steps": plan.num_steps if plan.num_steps > 1 else (),
             "outcomes": found,
             "ended": [
                 number
                 for number, one in zip(numbers, plan.slices, strict=True)
-                if one.seq.status is Status.FINISHED
+                if one.seq.status is Status.FINISHED and one.seq not in later
             ],
             "step_s": round(step.seconds, 6),
         }

@@ -1,9 +1,10 @@
 """The scheduler: before each step it decides which tokens of which sequences are computed.
 
 Called by the engine: `add`, then `schedule` -> (the executor runs the plan) -> `update`, `finish`
-in a loop. Running sequences come first, one token or a chunk each, within the token budget; what is
-left of the budget admits waiting ones, in the order of the policy. A prompt longer than the budget is
-computed in chunks, and decode tokens of the others ride in the same steps.
+in a loop; one further step may be scheduled before `update` has the result of the last. Running
+sequences come first, one token or a chunk each, within the token budget; what is left of the budget
+admits waiting ones, in the order of the policy. A prompt longer than the budget is computed in
+chunks, and decode tokens of the others ride in the same steps.
 
             add, fork            admit                    hold
     (new) -----------> waiting --------> running ------------------> held
@@ -31,13 +32,14 @@ from jaxserve.schedule.buckets import Buckets
 from jaxserve.schedule.chunking import ChunkSizes
 from jaxserve.schedule.counters import SchedulerCounters
 from jaxserve.schedule.entrance import Entrance
+from jaxserve.schedule.in_flight import begin, count_decode_steps, take_in
 from jaxserve.schedule.invariants import check_queues
 from jaxserve.schedule.parked import Parked
 from jaxserve.schedule.plan import ScheduledSlice, StepPlan, StepResult
 from jaxserve.schedule.preemption import PreemptionMode
 from jaxserve.schedule.prefix_wait import PrefixWait
 from jaxserve.schedule.queue import NumCached, Policy, WaitingQueue
-from jaxserve.schedule.sequence import Candidates, Namespace, Sequence, Status
+from jaxserve.schedule.sequence import Namespace, Sequence, Status
 
 MAX_PASSED = 64  # of those that wait for a prefix, before a step looks no further
 
@@ -52,6 +54,8 @@ class Scheduler:
         policy: which of them first.
         chunk_sizes: how the budget is shared out.
         preemption: recompute or swap.
+        num_decode_steps: most tokens of each sequence that one step computes one after the other,
+            when all decode and nobody waits.
     """
 
     def __init__(
@@ -63,6 +67,7 @@ class Scheduler:
         policy: Policy,
         chunk_sizes: ChunkSizes,
         preemption: PreemptionMode,
+        num_decode_steps: int = 1,
     ):
         self.kv = kv
         self.buckets = buckets
@@ -70,6 +75,7 @@ class Scheduler:
         self.policy = policy
         self.chunk_sizes = chunk_sizes
         self.preemption = preemption
+        self.num_decode_steps = num_decode_steps
         self.counters = SchedulerCounters()
         self.waiting = WaitingQueue(policy)
         self.running: list[Sequence] = []
@@ -99,7 +105,8 @@ class Scheduler:
         shares the pages that hold them.
 
         Args:
-            parent: in any state; where it has no pages, the child has none either.
+            parent: in any state, but with no step under way, unless it ends now; where it has no
+                pages, the child has none either.
             child: its token_ids begin with these tokens. Should it have no more than these, the last
                 one is computed again, into a copy of its page: somebody has to compute logits.
             num_tokens: cut to what the parent has computed.
@@ -114,6 +121,7 @@ class Scheduler:
 
     def hold(self, seq: Sequence) -> None:
         """Stops a running sequence; it keeps its pages as long as nobody needs them."""
+        seq.forget_step()
         self.running.remove(seq)
         seq.status = Status.HELD
         self.held.append(seq)
@@ -129,6 +137,7 @@ class Scheduler:
         """Ends a sequence in any state; its pages are free or cached at once."""
         if seq.status is Status.FINISHED:
             return
+        seq.forget_step()
         if seq.status is Status.RUNNING:
             self.running.remove(seq)
         elif seq.status is Status.HELD:
@@ -145,7 +154,9 @@ class Scheduler:
     # One step
 
     def schedule(self) -> StepPlan | None:
-        """The next step, with the pages for it taken; None when nothing can run."""
+        """The next step, with the pages for it taken and its tokens in flight; None when nothing
+        can run.
+        """
         slices: list[ScheduledSlice] = []
         num_preemptions = self.counters.num_preemptions
         budget = self._continue_running(slices)
@@ -158,30 +169,38 @@ class Scheduler:
         num_tokens = sum(one.num_tokens for one in slices)
         num_rows = sum(one.num_samples for one in slices)
         bucket = self.buckets.pick(num_tokens, max(1, num_rows))
+        num_steps = 1
+        if self.num_decode_steps > 1 and not self.waiting:
+            num_steps = count_decode_steps(slices, self.num_decode_steps, self.kv)
+        is_awaited = begin(slices, num_steps)
         moves = self.kv.take_moves()
         self.counters.num_copied_pages += len(moves.copies)
         return StepPlan(
-            slices=tuple(slices), bucket=bucket, num_tokens=num_tokens, **moves._asdict()
+            slices=tuple(slices),
+            bucket=bucket,
+            num_tokens=num_tokens,
+            num_steps=num_steps,
+            is_awaited=is_awaited,
+            **moves._asdict(),
         )
 
     def _continue_running(self, slices: list[ScheduledSlice]) -> int:
         """Gives the running sequences their tokens, preempting from the end as needed; returns what
         is left of the budget.
         """
-        shares, budget = self.chunk_sizes.share(self.running, self.waiting)
-        index = 0
-        while index < len(self.running):
-            seq = self.running[index]
-            num_tokens = shares[index]
-            if not self._make_room(seq, seq.num_computed_tokens + num_tokens):
-                break  # seq stood last and gave way itself
+        going_on = [seq for seq in self.running if not seq.awaits_its_end]
+        shares, budget = self.chunk_sizes.share(going_on, self.waiting)
+        for seq, num_tokens in zip(going_on, shares, strict=True):
+            if seq.status is not Status.RUNNING:
+                break  # it, and all behind it, gave way to those before
+            if not self._make_room(seq, seq.next_position + num_tokens):
+                break  # it stood last and gave way itself
             slices.append(_slice(seq, num_tokens))
-            index += 1
         return budget
 
     def _make_room(self, seq: Sequence, num_tokens: int) -> bool:
         """Grows a running sequence's pages; False if it had to give way itself."""
-        while not self.kv.grow(seq.page_table, num_tokens, seq.num_computed_tokens):
+        while not self.kv.grow(seq.page_table, num_tokens, seq.next_position):
             if self.parked.give_up_newest():
                 continue
             victim = self.running[-1]
@@ -197,6 +216,7 @@ class Scheduler:
 
     def _preempt(self, victim: Sequence) -> None:
         self.running.remove(victim)
+        victim.num_in_flight = 0  # the step under way still tells what it sampled, no more
         num_tokens = victim.num_computed_tokens
         if self.preemption.prefers_swap(num_tokens, len(victim.page_table)):
             victim.host_pages = self.kv.swap_out(victim.page_table, num_tokens)
@@ -290,30 +310,7 @@ class Scheduler:
             Which sequences got a token (the engine decides whether each of them ends) and which
             failed (the engine ends them).
         """
-        result = StepResult([], [])
-        # All at once: taking numbers out of an array one by one is slow.
-        token_ids, logprobs = sampled.token_ids.tolist(), sampled.logprobs.tolist()
-        num_sampled, finite = sampled.num_tokens.tolist(), sampled.finite.tolist()
-        row = 0
-        for index, one in enumerate(plan.slices):
-            seq, first_row = one.seq, row
-            row += one.num_samples
-            seq.num_iterations += 1
-            if not finite[index]:
-                result.failed.append(seq)
-                continue
-            seq.num_computed_tokens += one.num_tokens
-            self.kv.record(
-                seq.page_table, seq.token_ids, seq.num_computed_tokens, seq.request.priority
-            )
-            if not one.num_samples:
-                continue
-            if seq.wants_candidates:
-                seq.candidates = _candidates_of_row(sampled, first_row)
-            else:
-                for m in range(num_sampled[first_row]):
-                    seq.append(token_ids[first_row][m], logprobs[first_row][m])
-            result.advanced.append(seq)
+        result = take_in(plan, sampled, self.kv)
         self.counters.observe(plan)
         return result
 
@@ -347,6 +344,7 @@ class Scheduler:
         self.parked.clear()
         self.waiting = WaitingQueue(self.policy)
         for seq in seqs:
+            seq.forget_step()
             seq.page_table = self.kv.new_table()
             seq.num_computed_tokens = 0
             seq.host_pages = None
@@ -371,10 +369,4 @@ class Scheduler:
 
 def _slice(seq: Sequence, num_tokens: int) -> ScheduledSlice:
     reaches_end = num_tokens == seq.num_tokens_to_compute
-    return ScheduledSlice(seq, seq.num_computed_tokens, num_tokens, int(reaches_end))
-
-
-def _candidates_of_row(sampled: SampledTokens, row: int) -> Candidates:
-    assert sampled.candidate_ids is not None
-    assert sampled.candidate_logprobs is not None
-    return Candidates(sampled.candidate_ids[row], sampled.candidate_logprobs[row])
+    return ScheduledSlice(seq, seq.next_position, num_tokens, int(reaches_end))

@@ -3,9 +3,14 @@
 Made by the engine at the border, moved between states by the scheduler. There is no prefill or
 decode phase: one number, `num_computed_tokens`, says how far the KV pages reach.
 
-    token_ids   | prompt ........ | output ...... |
-                | computed ...........|  to compute  |      a step computes num_scheduled_tokens of these
-                0                     num_computed_tokens    len(token_ids)
+    token_ids   | prompt ........ | output ............... | pending |
+                | computed ....... | in flight | to compute          |
+                0                  num_computed_tokens   next_position   len(token_ids)
+
+A step that was scheduled and whose result is not known yet leaves two marks: its tokens are *in
+flight*, and each token that it will sample is *pending*. A pending token stands in `token_ids` as
+-1 - r, where r is its logit row in that step: what the device reads where the next step needs the
+token before the host has seen it. Every known output token has a logprob, and no pending one.
 """
 
 import enum
@@ -82,61 +87,114 @@ class Sequence:
     logprobs: list[float] = field(init=False, default_factory=list)
     candidates: Candidates | None = field(init=False, default=None)
     num_computed_tokens: int = field(init=False, default=0)
+    num_in_flight: int = field(init=False, default=0)  # tokens that the step under way computes
     num_cached_tokens: int = field(init=False, default=0)
     num_preemptions: int = field(init=False, default=0)
     num_iterations: int = field(init=False, default=0)  # steps that computed some of it
     num_steps_waited_for_prefix: int = field(init=False, default=0)
     host_pages: HostPages | None = field(init=False, default=None)
+    is_awaited: bool = field(init=False)  # what it samples is looked at before another step begins
     status: Status = field(init=False, default=Status.WAITING)
 
     def __post_init__(self) -> None:
         self.token_ids = array("i", self.prompt_token_ids)
+        self.is_awaited = self.wants_candidates
 
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
 
     @property
+    def num_known_tokens(self) -> int:
+        """Of the prompt and sampled, without the pending ones."""
+        return len(self.prompt_token_ids) + len(self.logprobs)
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens at the end that the step under way will sample."""
+        return len(self.token_ids) - len(self.prompt_token_ids) - len(self.logprobs)
+
+    @property
     def num_output_tokens(self) -> int:
-        return len(self.token_ids) - len(self.prompt_token_ids)
+        """Tokens sampled so far, as far as the host knows."""
+        return len(self.logprobs)
 
     @property
     def output_token_ids(self) -> list[int]:
-        return self.token_ids[len(self.prompt_token_ids) :].tolist()
+        return self.token_ids[len(self.prompt_token_ids) : self.num_known_tokens].tolist()
+
+    @property
+    def next_position(self) -> int:
+        """Where the next step goes on."""
+        return self.num_computed_tokens + self.num_in_flight
 
     @property
     def num_tokens_to_compute(self) -> int:
         """At least 1 while the sequence waits or runs: its last token's KV is never computed yet.
-        0 only for a beam that has its candidates and waits for the choice.
+        0 only for a beam that has, or is about to get, its candidates and waits for the choice.
         """
-        return len(self.token_ids) - self.num_computed_tokens
+        return len(self.token_ids) - self.num_computed_tokens - self.num_in_flight
+
+    @property
+    def awaits_its_end(self) -> bool:
+        """Whether its last token is pending: no further step is needed, only the result."""
+        return self.num_pending > 0 and len(self.token_ids) > self.max_num_tokens
 
     @property
     def max_num_tokens(self) -> int:
         """The most tokens it can ever have computed: the last one sampled is not."""
         return len(self.prompt_token_ids) + self.max_tokens - 1
 
+    def begin_slice(self, num_tokens: int, num_pending: int, row: int) -> None:
+        """Marks what a step that is about to be sent will do.
+
+        Args:
+            num_tokens: that it computes, from `next_position` on.
+            num_pending: tokens that it samples.
+            row: its logit row in that step, if it samples.
+        """
+        self.num_in_flight += num_tokens
+        for _ in range(num_pending):
+            self.token_ids.append(-1 - row)
+
+    def resolve(self, position: int, token_ids: list[int], logprobs: list[float]) -> None:
+        """Puts sampled tokens in the place of pending ones.
+
+        Args:
+            position: of the first of them in `token_ids`.
+            token_ids, logprobs: what was sampled.
+        """
+        for index, token_id in enumerate(token_ids, start=position):
+            self.token_ids[index] = token_id
+        self.logprobs.extend(logprobs)
+
+    def forget_step(self) -> None:
+        """Takes back the marks of a step under way: nobody wants its result any more."""
+        del self.token_ids[self.num_known_tokens :]
+        self.num_in_flight = 0
+
     def append(self, token_id: int, logprob: float) -> None:
-        """Takes a sampled, or chosen, token."""
+        """Takes a chosen token."""
         self.token_ids.append(token_id)
         self.logprobs.append(logprob)
         self.candidates = None
 
     def rewind(self, num_output_tokens: int) -> None:
         """Drops the tokens sampled after the first `num_output_tokens`; they will be sampled again."""
-        del self.token_ids[self.num_prompt_tokens + num_output_tokens :]
         del self.logprobs[num_output_tokens:]
+        self.forget_step()
         self.candidates = None
 
-    def ending(self) -> tuple[str, int | None] | None:
-        """(finish_reason, stop token id) if the last token ends the sequence, else None.
+    def ending(self, num_output_tokens: int) -> tuple[str, int | None] | None:
+        """(finish_reason, stop token id) if output token number `num_output_tokens` ends the
+        sequence, else None.
 
         The id is given for the request's own stop_token_ids; the model's end set ends with None.
         """
-        last = self.token_ids[-1]
+        last = self.token_ids[len(self.prompt_token_ids) + num_output_tokens - 1]
         if last in self.stop_ids:
             own = last in self.request.sampling_params.stop_token_ids
             return "stop", last if own else None
-        if self.num_output_tokens >= self.max_tokens:
+        if num_output_tokens >= self.max_tokens:
             return "length", None
         return None

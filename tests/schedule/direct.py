@@ -100,7 +100,7 @@ class Direct:
         if plan is None:
             return
         batch = build_batch(plan, self.scheduler.buckets, self.scheduler.kv.max_pages_per_seq)
-        known = {one.seq: len(one.seq.token_ids) for one in plan.slices}
+        known = {one.seq: one.seq.num_known_tokens for one in plan.slices}
         result = self.scheduler.update(plan, self.executor.submit(batch).result())
         assert not result.failed
         self.last_advanced = result.advanced
@@ -111,7 +111,7 @@ class Direct:
             context = [i + self.executor.weights for i in seq.token_ids[: known[seq]]]
             assert len(seq.token_ids) == known[seq] + 1
             assert seq.token_ids[-1] == next_token(context), "a token of another context"
-            if seq.ending() is not None:
+            if seq.ending(seq.num_output_tokens) is not None:
                 self.scheduler.finish(seq)
                 self.seqs.remove(seq)
         self.check()

@@ -184,10 +184,11 @@ def test_while_others_run_a_newcomer_takes_from_newer_ones():
     run = Direct(num_pages=10, enable_prefix_caching=False)
     run.add([1], 30)
     older = run.make(range(200, 212), 2)
-    newer = run.make(range(300, 320), 9)
-    run.scheduler.add(newer)
-    run.scheduler.schedule()
-    run.scheduler.hold(newer)
+    run.seqs.remove(older)  # in no queue yet
+    newer = run.add(range(300, 320), 9)
+    run.step()
+    run.hold(newer)
+    run.seqs.append(older)
     run.scheduler.add(older)
     run.step()
     assert older.status is not Status.WAITING

@@ -40,7 +40,7 @@ class LoggedEngine:
     """An engine whose steps are logged, and what is needed to replay them."""
 
     def __init__(self, **options):
-        self.engine: Engine = make_engine(**options)
+        self.engine: Engine = make_engine(executor_class=RecordingExecutor, **options)
         kv = self.engine.scheduler.kv
         self.made_of = {
             "num_pages": kv.pool.num_pages,
@@ -49,7 +49,7 @@ class LoggedEngine:
             "poison": options.get("poison", ()),
             "draws": options.get("draws", False),
         }
-        self.executor = self.engine.executor = RecordingExecutor(**self.made_of)
+        self.executor = self.engine.executor
         self.lines: list[bytes] = []
         header = LogHeader.of(self.engine.stats(), version="0", model="m", host_kv_gib=0.5)
         writer = ScheduleLogWriter(lambda line: self.lines.append(line.encode()), header)

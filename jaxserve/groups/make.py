@@ -1,0 +1,72 @@
+"""From a request that was checked to its group, with the sequences that it begins with. Called by the
+engine.
+"""
+
+from collections.abc import Sequence as Several
+
+from jaxserve.groups.beams import BeamGroup, check_beams
+from jaxserve.groups.choices import ChoiceGroup, one_watcher_per_choice
+from jaxserve.groups.group import Group
+from jaxserve.groups.outbox import Outbox
+from jaxserve.request import Request
+from jaxserve.schedule.scheduler import Scheduler
+from jaxserve.schedule.sequence import Sequence
+from jaxserve.seeds import choice_seed, derive_seed
+from jaxserve.text.watcher import TokenWatcher
+
+Watchers = TokenWatcher | Several[TokenWatcher] | None
+
+
+def make_group(
+    request: Request,
+    prompt: tuple[int, ...],
+    max_tokens: int,
+    watcher: Watchers,
+    *,
+    arrival: int,
+    engine_seed: int,
+    eos_token_ids: frozenset[int],
+    scheduler: Scheduler,
+    outbox: Outbox,
+) -> Group:
+    """The group of a new request; it is not started yet.
+
+    Args:
+        request: what was asked.
+        prompt: its token ids, checked.
+        max_tokens: its output budget, clamped.
+        watcher: makes text of its ids, one per choice.
+        arrival: its number among all requests of the engine.
+        engine_seed: where its draws come from if it names no seed.
+        eos_token_ids: the model's end set.
+        scheduler: will run its sequences.
+        outbox: takes what it releases.
+
+    Raises:
+        InvalidRequestError: more beams than a step has candidates for; stop strings without a watcher.
+        ValueError: a watcher for a beam search, or another number of them than there are choices.
+    """
+    params, beam = request.sampling_params, request.beam
+    own_stops = frozenset(params.stop_token_ids)
+    stop_ids = own_stops if params.ignore_eos else own_stops | eos_token_ids
+    seed = derive_seed(engine_seed, arrival) if params.seed is None else params.seed % 2**64
+    seqs = [
+        Sequence(
+            request=request,
+            prompt_token_ids=prompt,
+            order=(arrival, index),
+            seed=choice_seed(seed, index),
+            max_tokens=max_tokens,
+            stop_ids=stop_ids,
+            page_table=scheduler.kv.new_table(),
+            wants_candidates=beam is not None,
+        )
+        for index in range(params.n)
+    ]
+    if beam is not None:
+        check_beams(beam, stop_ids)
+        if watcher is not None:
+            raise ValueError("watcher: a beam search has none, its outputs are chosen at the end")
+        return BeamGroup(seqs[0], beam, scheduler=scheduler, outbox=outbox)
+    watchers = one_watcher_per_choice(watcher, request)
+    return ChoiceGroup(seqs, watchers, scheduler=scheduler, outbox=outbox)

@@ -1,0 +1,99 @@
+"""Steps whose result is not known yet: how many device steps one may take, and what it leaves marked
+in its sequences until the result is here. Used by the scheduler.
+
+The next step may be planned, and sent, while one is under way: everything that it reads (pages, and
+the tokens sampled last) is written on the device before it. What it cannot know is whether a sequence
+has ended; one that has is computed once more for nothing, and `take_in` passes over it.
+
+Invariant: at most one step is under way when another one is planned, so a pending token is always one
+of the step before.
+"""
+
+from collections.abc import Sequence as Several
+
+from jaxserve.pages.kv_manager import KVManager
+from jaxserve.schedule.batch import SampledTokens
+from jaxserve.schedule.plan import ScheduledSlice, StepPlan, StepResult
+from jaxserve.schedule.sequence import Candidates
+
+
+def count_decode_steps(slices: Several[ScheduledSlice], most: int, kv: KVManager) -> int:
+    """How many tokens of each sequence a step may compute one after the other: 1 unless every slice
+    is a token that samples, and no sequence would get more than it asked for. Takes the pages.
+
+    Args:
+        slices: of the step.
+        most: as many as are wanted.
+        kv: owner of the pages.
+    """
+    for seq, start, num_tokens, num_samples in slices:
+        if num_tokens > 1 or not num_samples or seq.is_awaited:
+            return 1
+        most = min(most, seq.max_num_tokens - start)
+    if most > 1:
+        for seq, start, _, _ in slices:
+            if not kv.grow(seq.page_table, start + most, start):
+                return 1
+    return most
+
+
+def begin(slices: Several[ScheduledSlice], num_steps: int) -> bool:
+    """Marks in each sequence what a step that is about to be sent will do.
+
+    Args:
+        slices: in the order of the batch.
+        num_steps: tokens of each slice that follow each other.
+
+    Returns:
+        Whether the host has to see what it samples before another step is planned.
+    """
+    row, is_awaited = 0, False
+    for seq, _, num_tokens, num_samples in slices:
+        num_pending = 0 if seq.wants_candidates else num_samples * num_steps
+        seq.begin_slice(num_tokens + num_steps - 1, num_pending, row)
+        row += num_samples
+        is_awaited |= num_samples > 0 and seq.is_awaited
+    return is_awaited
+
+
+def take_in(plan: StepPlan, sampled: SampledTokens, kv: KVManager) -> StepResult:
+    """Puts what a step computed and sampled into its sequences, and pages that it filled in the tree.
+
+    Passed over are sequences that have ended since it was planned, and, of one that was preempted
+    since, all but the tokens that it sampled.
+    """
+    result = StepResult([], [])
+    # All at once: taking numbers out of an array one by one is slow.
+    token_ids, logprobs = sampled.token_ids.tolist(), sampled.logprobs.tolist()
+    num_sampled, finite = sampled.num_tokens.tolist(), sampled.finite.tolist()
+    row = 0
+    for index, (seq, start, num_tokens, num_samples) in enumerate(plan.slices):
+        first_row = row
+        row += num_samples
+        seq.num_iterations += 1
+        if not seq.num_in_flight and not seq.num_pending:
+            continue
+        if not finite[index]:
+            seq.forget_step()
+            result.failed.append(seq)
+            continue
+        end = start + num_tokens
+        if num_samples and not seq.wants_candidates:
+            count = num_sampled[first_row]
+            seq.resolve(end, token_ids[first_row][:count], logprobs[first_row][:count])
+        if seq.num_in_flight:
+            num_computed = num_tokens + plan.num_steps - 1
+            seq.num_in_flight -= num_computed
+            seq.num_computed_tokens += num_computed
+            kv.record(seq.page_table, seq.token_ids, seq.num_computed_tokens, seq.request.priority)
+        if num_samples:
+            if seq.wants_candidates:
+                seq.candidates = _candidates_of_row(sampled, first_row)
+            result.advanced.append(seq)
+    return result
+
+
+def _candidates_of_row(sampled: SampledTokens, row: int) -> Candidates:
+    assert sampled.candidate_ids is not None
+    assert sampled.candidate_logprobs is not None
+    return Candidates(sampled.candidate_ids[row], sampled.candidate_logprobs[row])

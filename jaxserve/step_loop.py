@@ -1,0 +1,112 @@
+"""The loop under the engine: schedule -> submit -> result -> update, with up to one step ahead.
+
+    device    | step N          | step N+1        |
+    host      | plan N+1, send  | take in N, hand out, plan N+2, send | ...
+
+Owned by the engine. With `async_scheduling` the next step is planned and sent before the last one's
+result is known: each sequence goes on with a token that only the device has seen yet, so the device
+never waits for the host. What a step hands out, and in which order, is the same either way; a
+sequence that turns out to have ended is computed once more for nothing.
+
+Invariant: at most one step is under way between two calls; `forget` and `drain` leave none.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jaxserve.executor import Executor, StepHandle
+from jaxserve.schedule.batch import DeviceBatch, build_batch
+from jaxserve.schedule.observer import StepObserver, StepRecord
+from jaxserve.schedule.plan import StepPlan, StepResult
+from jaxserve.schedule.scheduler import Scheduler
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepUnderWay:
+    """A step that was sent and whose result is not known yet.
+
+    Args:
+        plan, batch: what was sent.
+        handle: gives its result.
+        sent_s: when, by the clock.
+    """
+
+    plan: StepPlan
+    batch: DeviceBatch
+    handle: StepHandle
+    sent_s: float
+
+
+class StepLoop:
+    """Runs steps one after the other.
+
+    Args:
+        executor: runs the batches.
+        scheduler: decides what each step computes.
+        take_in: told what became of the sequences of a step, right after it.
+        observers: look on at every step; may be added to at any time.
+        clock: seconds.
+        async_scheduling: plan and send a step before the last one's result is known.
+    """
+
+    def __init__(
+        self,
+        *,
+        executor: Executor,
+        scheduler: Scheduler,
+        take_in: Callable[[StepResult], None],
+        observers: list[StepObserver],
+        clock: Callable[[], float],
+        async_scheduling: bool,
+    ):
+        self.executor = executor
+        self.scheduler = scheduler
+        self._observers = observers
+        self.async_scheduling = async_scheduling
+        self._take_in = take_in
+        self._clock = clock
+        self._under_way: StepUnderWay | None = None
+        self._last_done_s = 0.0
+
+    def step(self) -> None:
+        """Finishes one step, and sends the next one first where that is possible."""
+        current = self._under_way or self._send_next()
+        if current is None:
+            return
+        may_run_ahead = self.async_scheduling and not current.plan.is_awaited
+        following = self._send_next() if may_run_ahead else None
+        self._finish(current, following)
+        self._under_way = following
+
+    def drain(self) -> None:
+        """Finishes the step under way, if there is one, and sends none."""
+        if self._under_way is not None:
+            self._finish(self._under_way, None)
+            self._under_way = None
+
+    def forget(self) -> None:
+        """Wants no result any more: what was sent is void."""
+        self._under_way = None
+
+    def _send_next(self) -> StepUnderWay | None:
+        plan = self.scheduler.schedule()
+        if plan is None:
+            return None
+        sent_s = self._clock()
+        batch = build_batch(plan, self.scheduler.buckets, self.scheduler.kv.max_pages_per_seq)
+        handle = self.executor.submit(batch)
+        return StepUnderWay(plan=plan, batch=batch, handle=handle, sent_s=sent_s)
+
+    def _finish(self, step: StepUnderWay, following: StepUnderWay | None) -> None:
+        sampled = step.handle.result()
+        now_s = self._clock()
+        seconds = now_s - max(step.sent_s, self._last_done_s)
+        self._last_done_s = now_s
+        result = self.scheduler.update(step.plan, sampled)
+        self._take_in(result)
+        self.scheduler.observe_step(step.plan, seconds)
+        next_plan = None if following is None else following.plan
+        for observer in self._observers:
+            observer.step_done(
+                StepRecord(step.plan, step.batch, sampled, result, seconds, next_plan)
+            )
