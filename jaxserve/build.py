@@ -30,6 +30,9 @@ from jaxserve.device.choices import (
 )
 from jaxserve.device.executor import DeviceExecutor
 from jaxserve.device.params import put_params
+from jaxserve.device.program_identity import identity
+from jaxserve.device.program_store import ProgramStore
+from jaxserve.device.programs import lower_traced
 from jaxserve.device.step_shapes import StepShapes
 from jaxserve.engine import Engine
 from jaxserve.errors import ConfigError
@@ -43,6 +46,7 @@ from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.weights.kv_scales import load_kv_scales
 from jaxserve.weights.loader import load_params, open_checkpoint, resolve_model
 from pallas_kernels import dispatch
+from pallas_kernels.native import load as native
 from pallas_kernels.ragged_paged_attention.layout import is_8bit
 
 _LOG = logging.getLogger(__name__)
@@ -134,17 +138,22 @@ def build_engine(config: EngineConfig, loaded: LoadedModel) -> tuple[Engine, Sta
     pool = choose_pool_size(config, max_model_len, shapes)
     shapes = dataclasses.replace(shapes, num_pages=pool.num_pages)
     num_host_pages = choose_host_pages(config, shapes, pool)
+    store = _program_store(config, shapes)
     executor = DeviceExecutor(
         shapes,
         params,
         kv_scales=kv_scales,
         num_host_pages=num_host_pages,
         check_batches=config.check_batches,
+        lower=store or lower_traced,
     )
     kept = jax.config.jax_compilation_cache_dir
     again = "" if kept else " (no compilation_cache_dir: at every start)"
     _LOG.info("compiling %d programs%s", len(executor.list_programs()), again)
     executor.warm_up()
+    if store is not None:
+        _LOG.info("%d of them were kept from an earlier start", store.num_found)
+        store.prune()
     engine = Engine(
         executor=executor,
         scheduler=build_scheduler(
@@ -228,6 +237,16 @@ def _use_compilation_cache(folder: str | Path) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     compilation_cache.reset_cache()  # jax looks at the folder once, when it first compiles anything
+
+
+def _program_store(config: EngineConfig, shapes: StepShapes) -> ProgramStore | None:
+    """Where lowered programs are kept; None where no folder was given."""
+    if config.compilation_cache_dir is None or shapes.model.kernel.interpret:
+        return None  # an interpreter calls back into this process, which no file can hold
+    if native.missing() is None:
+        native.register()  # tracing does it too, but kept programs are not traced
+    folder = Path(config.compilation_cache_dir).expanduser() / "programs"
+    return ProgramStore(folder, identity(shapes), native.TARGETS)
 
 
 def _resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:

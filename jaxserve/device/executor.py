@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxserve.device.page_moves import PageMoves
 from jaxserve.device.params import put_params
-from jaxserve.device.programs import Program, ProgramTable
+from jaxserve.device.programs import Lowering, Program, ProgramTable, lower_traced
 from jaxserve.device.step import Sampled, forward_inputs, sampling_rows
 from jaxserve.device.step_result import DeviceStep, StepOutputs
 from jaxserve.device.step_shapes import StepShapes
@@ -36,6 +36,7 @@ class DeviceExecutor:
         kv_scales: for 8-bit pages one per layer, on the device; else None.
         num_host_pages: pages in host RAM that batches may move pages to; 0 = none.
         check_batches: debug mode: refuse a batch whose pages, lengths or counts do not fit.
+        lower: how programs are lowered: traced, or taken from a `ProgramStore`.
     """
 
     def __init__(
@@ -46,13 +47,14 @@ class DeviceExecutor:
         kv_scales: Sequence[KVScales] | None = None,
         num_host_pages: int = 0,
         check_batches: bool = False,
+        lower: Lowering = lower_traced,
     ):
         self.kv_scales = kv_scales
         self._shapes = shapes
         self._runs = shapes.runs
         self._check_batches = check_batches
         self._kv_pages: list[KVPages] = []
-        self._programs = ProgramTable()
+        self._programs = ProgramTable(lower)
         self._moves = PageMoves(shapes, self._programs, num_host_pages=num_host_pages)
         self._last: DeviceStep | None = None
         self._costs: StepCosts | None = None
