@@ -145,18 +145,6 @@ class Sequence:
         """The most tokens it can ever have computed: the last one sampled is not."""
         return len(self.prompt_token_ids) + self.max_tokens - 1
 
-    def begin_slice(self, num_tokens: int, num_pending: int, row: int) -> None:
-        """Marks what a step that is about to be sent will do.
-
-        Args:
-            num_tokens: that it computes, from `next_position` on.
-            num_pending: tokens that it samples.
-            row: its logit row in that step, if it samples.
-        """
-        self.num_in_flight += num_tokens
-        for _ in range(num_pending):
-            self.token_ids.append(-1 - row)
-
     def resolve(self, position: int, token_ids: list[int], logprobs: list[float]) -> None:
         """Puts sampled tokens in the place of pending ones.
 
@@ -164,9 +152,10 @@ class Sequence:
             position: of the first of them in `token_ids`.
             token_ids, logprobs: what was sampled.
         """
-        for index, token_id in enumerate(token_ids, start=position):
-            self.token_ids[index] = token_id
-        self.logprobs.extend(logprobs)
+        for token_id in token_ids:
+            self.token_ids[position] = token_id
+            position += 1
+        self.logprobs += logprobs
 
     def forget_step(self) -> None:
         """Takes back the marks of a step under way: nobody wants its result any more."""
