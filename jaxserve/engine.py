@@ -300,20 +300,29 @@ class Engine:
         self._in_change = False
 
     def _take_in(self, result: StepResult) -> None:
+        groups = self._groups
         advanced, failed = result
+        ended: set[Group] = set()
         for seq in failed:
-            self._groups[seq.request.id].fail(seq)
-        by_request: dict[str, list[Sequence]] = {}
-        for seq in advanced:
-            by_request.setdefault(seq.request.id, []).append(seq)
-        groups = [self._groups[seq.request.id] for seq in failed]
-        for request_id, seqs in by_request.items():
-            group = self._groups[request_id]
-            group.advance(seqs)
-            groups.append(group)
-        for group in groups:
+            group = groups[seq.request.id]
+            group.fail(seq)
             if group.has_ended:
-                self._settle(group)
+                ended.add(group)
+        beams: dict[Group, list[Sequence]] = {}
+        for seq in advanced:
+            group = groups[seq.request.id]
+            if seq.wants_candidates:  # all of a group at once
+                beams.setdefault(group, []).append(seq)
+            else:
+                group.advance((seq,))
+                if group.has_ended:
+                    ended.add(group)
+        for group, seqs in beams.items():
+            group.advance(seqs)
+            if group.has_ended:
+                ended.add(group)
+        for group in ended:
+            self._settle(group)
 
     def _settle(self, group: Group) -> None:
         """Takes a request that has ended out of those in flight."""

@@ -151,7 +151,9 @@ class ChoiceGroup(Group):
         for seq in seqs:
             if not self.has_spread:
                 self._spread(seq)
-            self._take_tokens(self.choices[seq.order[1]])
+            choice = self.choices[seq.order[1]]
+            if choice.watcher is not None or not self._take_plain_token(choice):
+                self._take_tokens(choice)
 
     def _take_plain_token(self, choice: Choice) -> bool:
         """The same for what most steps bring: one token that nobody watches and that ends nothing.
@@ -186,8 +188,6 @@ class ChoiceGroup(Group):
         """Looks at the tokens a choice just got: makes ready what may be handed out, and ends it at
         the first that ends it; what follows that one is dropped.
         """
-        if choice.watcher is None and self._take_plain_token(choice):
-            return
         seen: list[Observation] = []
         ending = None
         for index in range(choice.progress.num_observed, choice.seq.num_output_tokens):

@@ -69,23 +69,24 @@ def take_in(plan: StepPlan, sampled: SampledTokens, kv: KVManager) -> StepResult
     result = StepResult([], [])
     # All at once: taking numbers out of an array one by one is slow.
     token_ids, logprobs = sampled.token_ids.tolist(), sampled.logprobs.tolist()
-    num_sampled, finite = sampled.num_tokens.tolist(), sampled.finite.tolist()
+    finite = sampled.finite.tolist()
     row, page_size, more = 0, kv.page_size, plan.num_steps - 1
     for (seq, start, num_tokens, num_samples), is_finite in zip(plan.slices, finite, strict=True):
         first_row = row
         row += num_samples
         seq.num_iterations += 1
         if not seq.num_in_flight and not seq.num_pending:
-            continue
+            continue  # it has ended
         if not is_finite:
             seq.forget_step()
             result.failed.append(seq)
             continue
         if num_samples and not seq.wants_candidates:
-            count = num_sampled[first_row]
-            seq.resolve(
-                start + num_tokens, token_ids[first_row][:count], logprobs[first_row][:count]
-            )
+            position = start + num_tokens
+            for token_id in token_ids[first_row]:  # in the place of pending ones
+                seq.token_ids[position] = token_id
+                position += 1
+            seq.logprobs += logprobs[first_row]
         if seq.num_in_flight:
             before, after = seq.num_computed_tokens, seq.num_computed_tokens + num_tokens + more
             seq.num_in_flight -= num_tokens + more

@@ -190,7 +190,9 @@ class Scheduler:
         """Gives the running sequences their tokens, preempting from the end as needed; returns what
         is left of the budget.
         """
-        going_on = [s for s in self.running if not s.num_in_flight or not s.awaits_its_end]
+        going_on = [
+            s for s in self.running if len(s.token_ids) <= s.max_num_tokens or not s.awaits_its_end
+        ]
         to_compute = [len(s.token_ids) - s.num_computed_tokens - s.num_in_flight for s in going_on]
         shares, budget = self.chunk_sizes.share(to_compute, self.waiting)
         for seq, known, num_tokens in zip(going_on, to_compute, shares, strict=True):
