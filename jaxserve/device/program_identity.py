@@ -22,7 +22,7 @@ import numpy as np
 import jaxserve
 import pallas_kernels
 from jaxserve.device.step_shapes import StepShapes
-from pallas_kernels.native.load import cpu_flags
+from pallas_kernels.native.load import cpu_flags, missing
 
 PACKAGES = tuple(Path(str(package.__file__)).parent for package in (jaxserve, pallas_kernels))
 
@@ -46,6 +46,7 @@ def identity(shapes: StepShapes, packages: Iterable[Path] = PACKAGES) -> str:
         "flax": version("flax"),
         "device": [device.platform, device.device_kind, device.client.platform_version],
         "cpu": [platform.machine(), *sorted(cpu_flags())],
+        "native": missing(),  # programs call what was built, and only that
         "jax.config": _jax_settings(),
         "shapes": describe(shapes),
     }
