@@ -1,8 +1,8 @@
 """From a name to parameters: `resolve_model` -> `open_checkpoint` -> `load_params`.
 
-Called by `build.py`, `fetch` and the tests. Everything a header can tell (missing, unknown, wrong
-shape, wrong dtype) is checked before the first weight is read; then tensors stream through one at a
-time.
+Called by `load_model`, `fetch` and the tests. Everything a header can tell (missing, unknown, wrong
+shape, wrong dtype) is checked before the first weight is read; then tensors stream through, a few
+at a time, each by its own thread.
 
 Invariant: every parameter of the model is assigned exactly once, from a tensor of the right name,
 shape and kind.
@@ -10,7 +10,9 @@ shape and kind.
 
 import dataclasses
 import logging
+import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,8 @@ from jaxserve.weights.name_maps import ParamSpec
 
 _LOG = logging.getLogger(__name__)
 _MAX_LISTED_NAMES = 20  # in an error message
+_MAX_READERS = 8  # threads, each with one tensor at a time: what a quantised one takes in between
+_ALIGNMENT = 64  # bytes; XLA uses a buffer of the host in place where it begins at a multiple
 _COMPARE_ROWS = (
     4096  # rows of the embedding compared at a time, so that a big head is never held twice
 )
@@ -132,7 +136,7 @@ def _known_names() -> str:
 def load_params(
     checkpoint: Checkpoint, dtype: Any, abstract: Mapping[Any, Any] | None = None
 ) -> tuple[dict[str, Any], ModelConfig]:
-    """Reads every parameter into host memory.
+    """Reads every parameter into host memory, several at once, straight into what is returned.
 
     A head: with tie_word_embeddings true and no stored lm_head.weight, or one equal to the
         embedding, the head is
@@ -146,7 +150,8 @@ def load_params(
 
     Returns:
         The nested dict of numpy arrays that `model/` takes (kernels are [in, out], layer keys are
-        ints), and the config with the head that was really loaded.
+        ints; each begins where the CPU device can use it in place), and the config with the head
+        that was really loaded.
 
     Raises:
         CheckpointError: a tensor is missing, unknown, of the wrong shape or of an unreadable dtype.
@@ -155,17 +160,34 @@ def load_params(
     specs = name_maps.param_specs(config)
     if abstract is not None:
         _check_tree(abstract, specs)
-    params: dict[Any, Any] = {}
-    for spec in specs:
+    dtype = np.dtype(dtype)
+
+    def read(spec: ParamSpec) -> np.ndarray:
         array = checkpoint.source.read(spec.name)
-        array = array.T if spec.transpose else array
-        node = params
-        for key in spec.path[:-1]:
-            node = node.setdefault(key, {})
-        # A copy even where nothing changes: a view of the mapped file would fault if the file were
-        # cut under it.
-        node[spec.path[-1]] = np.array(array, dtype=np.dtype(dtype), order="C")
+        return _aligned_copy(array.T if spec.transpose else array, dtype)
+
+    params: dict[Any, Any] = {}
+    with ThreadPoolExecutor(max_workers=min(_MAX_READERS, os.cpu_count() or 1)) as readers:
+        for spec, array in zip(specs, readers.map(read, specs), strict=True):
+            node = params
+            for key in spec.path[:-1]:
+                node = node.setdefault(key, {})
+            node[spec.path[-1]] = array
     return params, config
+
+
+def _aligned_copy(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """The same values in memory of our own, in C order.
+
+    A copy even where nothing changes: a view of the mapped file would fault if the file were cut
+    under it.
+    """
+    num_bytes = array.size * dtype.itemsize
+    memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
+    begin = -memory.ctypes.data % _ALIGNMENT
+    copy = memory[begin : begin + num_bytes].view(dtype).reshape(array.shape)
+    np.copyto(copy, array, casting="unsafe")
+    return copy
 
 
 def check_tensors(checkpoint: Checkpoint) -> ModelConfig:
