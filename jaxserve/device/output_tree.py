@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 Spec = int | None | dict[str, Any]
-Structures = dict[str, jax.tree_util.PyTreeDef]
+Structures = dict[str, Any]  # text of a jax.tree_util.PyTreeDef -> it
 
 _LEAF = jax.tree_util.tree_structure(0)
 
@@ -89,6 +89,6 @@ def _nodes(tree: Any) -> Iterator[Any]:
         yield from _nodes(child)
 
 
-def _open(node: Any) -> tuple[list[Any], jax.tree_util.PyTreeDef]:
+def _open(node: Any) -> tuple[list[Any], Any]:
     """The children of one node, and its structure with leaves in their places."""
     return jax.tree_util.tree_flatten(node, is_leaf=lambda child: child is not node)

@@ -16,15 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jaxlib
 import numpy as np
 
-import jaxserve
 import pallas_kernels
 from jaxserve.device.step_shapes import StepShapes
 from pallas_kernels.native.load import cpu_flags, missing
 
-PACKAGES = tuple(Path(str(package.__file__)).parent for package in (jaxserve, pallas_kernels))
+PACKAGES = (Path(__file__).parents[1], Path(str(pallas_kernels.__file__)).parent)
 
 
 def identity(shapes: StepShapes, packages: Iterable[Path] = PACKAGES) -> str:
@@ -39,10 +37,9 @@ def identity(shapes: StepShapes, packages: Iterable[Path] = PACKAGES) -> str:
     """
     device = jax.devices()[0]
     parts = {
-        "jaxserve": jaxserve.__version__,
-        "source": source_digest(packages),
+        "source": source_digest(packages),  # our version stands in it
         "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
+        "jaxlib": version("jaxlib"),
         "flax": version("flax"),
         "device": [device.platform, device.device_kind, device.client.platform_version],
         "cpu": [platform.machine(), *sorted(cpu_flags())],
@@ -92,7 +89,8 @@ def describe(value: Any) -> str:
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return f"{type(value).__name__}{describe(fields)}"
     if isinstance(value, Mapping):
-        return "{%s}" % ", ".join(f"{describe(k)}: {describe(v)}" for k, v in value.items())
+        pairs = [f"{describe(key)}: {describe(one)}" for key, one in value.items()]
+        return f"{{{', '.join(pairs)}}}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(describe, value))}]"
     if isinstance(value, jax.ShapeDtypeStruct):

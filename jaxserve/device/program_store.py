@@ -51,13 +51,12 @@ class ProgramStore:
         self._identity = identity
         self._checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in custom_calls]
         self._can_write = True
-        self.num_found = 0
-        self.num_traced = 0
+        self.num_traced = 0  # programs that were not found
 
     def __call__(self, program: Program) -> jax.stages.Lowered:
         """Lowers a program; traces it, and keeps it, where it was not found."""
         digest = self._digest(program)
-        path = self._folder / f"{program.key[0]}-{program.key[1]}-{digest[:32]}.program"
+        path = self._path(program, digest)
         known = known_structures(program.arguments, program.returns)
         found = self._read(path, digest)
         if found is None:
@@ -66,14 +65,20 @@ class ProgramStore:
             self.num_traced += 1
         else:
             outputs, exported = found
-            self.num_found += 1
 
         def call(*arguments: Any) -> Any:
-            leaves = exported.call(*jax.tree.leaves(arguments))
-            return read_tree(outputs, known, leaves)
+            arrays: Any = exported.call(*jax.tree.leaves(arguments))
+            return read_tree(outputs, known, arrays)
 
         call.__name__ = program.key[0]  # what a profile shows
         return jax.jit(call, donate_argnums=program.donated).lower(*program.arguments)
+
+    def count(self, programs: Sequence[Program]) -> int:
+        """How many of them have a file here, damaged or not."""
+        return sum(self._path(one, self._digest(one)).exists() for one in programs)
+
+    def _path(self, program: Program, digest: str) -> Path:
+        return self._folder / f"{program.key[0]}-{program.key[1]}-{digest[:32]}.program"
 
     def _digest(self, program: Program) -> str:
         leaves, structure = jax.tree.flatten(program.arguments)

@@ -11,8 +11,9 @@ shape and kind.
 import dataclasses
 import logging
 import os
+from collections import deque
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from jaxserve.errors import CheckpointError
 from jaxserve.model_config import ModelConfig
 from jaxserve.weights import name_maps
 from jaxserve.weights.checkpoint import Checkpoint
-from jaxserve.weights.gguf import open_gguf
 from jaxserve.weights.hf_directory import is_hf_directory, open_hf_directory, refuse_pickle
 from jaxserve.weights.manifest import (
     checkpoint_folders,
@@ -57,6 +57,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             raise CheckpointError(f"{path}: no such file or directory")
         refuse_pickle(path)
         if path.suffix == ".gguf":
+            from jaxserve.weights.gguf import open_gguf  # with a library that no directory needs
+
             return open_gguf(path)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error})") from None
@@ -157,23 +159,44 @@ def load_params(
         CheckpointError: a tensor is missing, unknown, of the wrong shape or of an unreadable dtype.
     """
     config = check_tensors(checkpoint)
-    specs = name_maps.param_specs(config)
     if abstract is not None:
-        _check_tree(abstract, specs)
+        _check_tree(abstract, name_maps.param_specs(config))
+    return read_params(checkpoint, config, dtype), config
+
+
+def read_params(checkpoint: Checkpoint, config: ModelConfig, dtype: Any) -> dict[str, Any]:
+    """The second half of `load_params`.
+
+    Args:
+        checkpoint, dtype: as there.
+        config: from `check_tensors`.
+    """
     dtype = np.dtype(dtype)
+    num_readers = min(_MAX_READERS, os.cpu_count() or 1)
+    params: dict[Any, Any] = {}
+    under_way: deque[tuple[ParamSpec, Future[np.ndarray]]] = deque()
 
     def read(spec: ParamSpec) -> np.ndarray:
         array = checkpoint.source.read(spec.name)
         return _aligned_copy(array.T if spec.transpose else array, dtype)
 
-    params: dict[Any, Any] = {}
-    with ThreadPoolExecutor(max_workers=min(_MAX_READERS, os.cpu_count() or 1)) as readers:
-        for spec, array in zip(specs, readers.map(read, specs), strict=True):
-            node = params
-            for key in spec.path[:-1]:
-                node = node.setdefault(key, {})
-            node[spec.path[-1]] = array
-    return params, config
+    def place() -> None:
+        spec, array = under_way.popleft()
+        node = params
+        for key in spec.path[:-1]:
+            node = node.setdefault(key, {})
+        node[spec.path[-1]] = array.result()
+
+    with ThreadPoolExecutor(num_readers) as readers:
+        for spec in name_maps.param_specs(config):
+            if (
+                len(under_way) == 2 * num_readers
+            ):  # no more: a start that is stopped waits for these
+                place()
+            under_way.append((spec, readers.submit(read, spec)))
+        while under_way:
+            place()
+    return params
 
 
 def _aligned_copy(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
