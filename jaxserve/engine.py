@@ -313,7 +313,7 @@ class Engine:
             group = groups[seq.request.id]
             if seq.wants_candidates:  # all of a group at once
                 beams.setdefault(group, []).append(seq)
-            else:
+            elif not group.take_plain_token(seq):
                 group.advance((seq,))
                 if group.has_ended:
                     ended.add(group)

@@ -151,15 +151,13 @@ class ChoiceGroup(Group):
         for seq in seqs:
             if not self.has_spread:
                 self._spread(seq)
-            choice = self.choices[seq.order[1]]
-            if choice.watcher is not None or not self._take_plain_token(choice):
-                self._take_tokens(choice)
+            self._take_tokens(self.choices[seq.order[1]])
 
-    def _take_plain_token(self, choice: Choice) -> bool:
-        """The same for what most steps bring: one token that nobody watches and that ends nothing.
-        False for anything else.
-        """
-        seq, before = choice.seq, choice.progress
+    def take_plain_token(self, seq: Sequence) -> bool:
+        choice = self.choices[seq.order[1]]
+        if choice.watcher is not None or not self.has_spread:
+            return False
+        before = choice.progress
         count = before.num_observed + 1
         if len(seq.logprobs) != count or count >= seq.max_tokens:
             return False

@@ -58,6 +58,15 @@ class Group(ABC):
     def advance(self, seqs: Several[Sequence]) -> None:
         """Takes in what a step gave to some of its sequences; to all beams at once."""
 
+    def take_plain_token(self, seq: Sequence) -> bool:
+        """Takes in one token, if nobody watches it and it ends nothing: what most steps bring.
+
+        Returns:
+            False, with nothing done, where it is not so simple: `advance` takes everything.
+        """
+        del seq
+        return False
+
     @abstractmethod
     def fail(self, seq: Sequence) -> None:
         """Ends what depends on a sequence whose step computed something that is no finite number."""

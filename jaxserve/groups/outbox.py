@@ -67,12 +67,11 @@ class Outbox:
         """The same where nothing was kept: every choice has at most one piece, nothing to join."""
         found: dict[Group, list[CompletionOutput]] = {}
         for owner, completions in self.ready.values():
-            pieces = found.get(owner)
-            if pieces is None:
-                found[owner] = list(completions)
+            if owner in found:
+                found[owner] += completions
+                found[owner].sort(key=_by_index)
             else:
-                pieces += completions
-                pieces.sort(key=_by_index)
+                found[owner] = [*completions]
         return [owner.output(pieces, finished=owner.has_ended) for owner, pieces in found.items()]
 
     def remove(self, group: Group | None = None, index: int | None = None) -> None:

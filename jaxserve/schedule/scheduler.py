@@ -195,8 +195,9 @@ class Scheduler:
         ]
         to_compute = [len(s.token_ids) - s.num_computed_tokens - s.num_in_flight for s in going_on]
         shares, budget = self.chunk_sizes.share(to_compute, self.waiting)
+        running = Status.RUNNING
         for seq, known, num_tokens in zip(going_on, to_compute, shares, strict=True):
-            if seq.status is not Status.RUNNING:
+            if seq.status is not running:
                 break  # it, and all behind it, gave way to those before
             start = seq.num_computed_tokens + seq.num_in_flight
             end = start + num_tokens
