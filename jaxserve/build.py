@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxserve.config import EngineConfig
+from jaxserve.config import EngineConfig, SchedulerConfig
 from jaxserve.device.calibration import find_kv_scales
 from jaxserve.device.calibration_text import calibration_ids
 from jaxserve.device.choices import (
@@ -112,6 +112,7 @@ def build_engine(config: EngineConfig, loaded: LoadedModel) -> tuple[Engine, Sta
             max_model_len=max_model_len,
             num_host_pages=num_host_pages,
             costs=executor.costs,
+            buckets=shapes.buckets,
         ),
         vocab_size=loaded.config.vocab_size,
         max_model_len=max_model_len,
@@ -130,7 +131,7 @@ def _choose_shapes(
     """(what will be compiled, but for the size of the pool; why that attention backend)."""
     dtype = resolve_dtype(config.dtype)
     kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, dtype)
-    buckets = _resolve_buckets(config)
+    buckets = _resolve_buckets(config.scheduler, max_model_len)
     kernel, page_size, explanation = resolve_attention(
         config,
         model,
@@ -217,10 +218,17 @@ def _resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     return asked or limit
 
 
-def _resolve_buckets(config: EngineConfig) -> Buckets:
-    asked = config.scheduler
+def _resolve_buckets(asked: SchedulerConfig, max_model_len: int) -> Buckets:
+    """The ladders; what no step can fill is not compiled."""
+    max_num_batched_tokens = asked.max_num_batched_tokens
+    if asked.token_buckets is None:
+        most = asked.max_num_seqs * max_model_len  # every sequence with all of its context
+        max_num_batched_tokens = min(max_num_batched_tokens, most)
     buckets = Buckets.make(
-        max_num_seqs=asked.max_num_seqs, max_num_batched_tokens=asked.max_num_batched_tokens
+        max_num_seqs=asked.max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        tokens=asked.token_buckets,
+        rows=asked.row_buckets,
     )
     if buckets.max_num_seqs < asked.max_num_seqs:
         _LOG.warning(

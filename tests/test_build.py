@@ -10,6 +10,8 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxserve import EngineConfig, SamplingParams, build_engine, load_model
+from jaxserve.build import _resolve_buckets
+from jaxserve.config import SchedulerConfig
 from jaxserve.device import program_identity
 from jaxserve.errors import ConfigError
 from jaxserve.llm import LLM
@@ -152,6 +154,25 @@ def test_a_second_start_traces_nothing_and_compiles_nothing(own_cache_dir, monke
     num_traced, num_compiled, _ = work.of_a_start(own_cache_dir)
     assert num_traced > 0
     assert num_compiled == 0  # the same programs came out of it
+
+
+def test_ladders_of_ones_own_are_compiled_and_no_more():
+    llm = LLM(str(TINY), token_buckets=(3, 4), **SMALL)
+    stats = llm.engine.stats()
+    assert (stats.token_buckets, stats.row_buckets) == ((3, 4), (1,))
+    params = SamplingParams(max_tokens=3, temperature=0)
+    (output,) = llm.generate([[3, 5, 9, 7, 2]], params)
+    assert len(output.outputs[0].token_ids) == 3
+    num_programs = llm.engine.executor.description["num_programs"]
+    assert num_programs == 3 * len(stats.token_buckets) + 2 + 2 + 1
+
+
+def test_steps_that_cannot_be_are_not_compiled():
+    asked = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=512)
+    assert _resolve_buckets(asked, max_model_len=24).tokens == (1, 2, 4, 8, 16, 32, 48)
+    assert _resolve_buckets(asked, max_model_len=512).tokens[-1] == 512
+    given = SchedulerConfig(max_num_seqs=2, token_buckets=(7, 512))
+    assert _resolve_buckets(given, max_model_len=24).tokens == (7, 512)
 
 
 def test_a_budget_below_max_num_seqs_lowers_it_and_says_so(caplog):
