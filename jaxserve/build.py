@@ -86,7 +86,8 @@ def build_engine(config: EngineConfig, loaded: LoadedModel) -> tuple[Engine, Sta
     kv_scales = _kv_scales(config, loaded, params, shapes.dtype)
     load_s = loaded.load_s + time.monotonic() - begin
 
-    pool = choose_pool_size(config, max_model_len, shapes)
+    lower = _program_store(config, shapes) or lower_traced
+    pool = choose_pool_size(config, max_model_len, shapes, lower)
     shapes = dataclasses.replace(shapes, num_pages=pool.num_pages)
     num_host_pages = choose_host_pages(config, shapes, pool)
     store = _program_store(config, shapes)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxserve.config import EngineConfig
 from jaxserve.device.memory import free_bytes, free_host_bytes
 from jaxserve.device.page_moves import device_bytes
+from jaxserve.device.programs import Lowering, lower_traced
 from jaxserve.device.step_shapes import StepShapes, largest_step_bytes
 from jaxserve.errors import ConfigError
 from jaxserve.model.attention import AttentionKernel
@@ -103,13 +104,16 @@ def layers_per_program(num_layers: int) -> int:
     return max(n for n in range(1, MAX_CPU_LAYERS_PER_PROGRAM + 1) if num_layers % n == 0)
 
 
-def choose_pool_size(config: EngineConfig, max_model_len: int, shapes: StepShapes) -> PoolSize:
+def choose_pool_size(
+    config: EngineConfig, max_model_len: int, shapes: StepShapes, lower: Lowering = lower_traced
+) -> PoolSize:
     """How many pages to make, by the settings and by what the device has free now.
 
     Args:
         config: the settings.
         max_model_len: longest context in tokens.
         shapes: of the engine, with any number of pages; its largest programs may be compiled.
+        lower: how those are lowered.
 
     Raises:
         ConfigError: the pool would hold no page, or more bytes than are free.
@@ -119,7 +123,7 @@ def choose_pool_size(config: EngineConfig, max_model_len: int, shapes: StepShape
     by_memory = cache.num_pages is None and cache.kv_cache_gib is None
     free = free_bytes(jax.devices()[0], cache.memory_utilization if by_memory else 1.0)
     if not on_cpu:  # host RAM is not partitioned: what programs take there is not set aside
-        free -= largest_step_bytes(shapes)
+        free -= largest_step_bytes(shapes, lower)
         free -= device_bytes(shapes) if cache.host_kv_gib else 0
     return size_pool(
         cache,

@@ -8,6 +8,7 @@ program, so what cannot be described is refused.
 
 import dataclasses
 import enum
+import functools
 import hashlib
 import platform
 from collections.abc import Iterable, Mapping
@@ -25,19 +26,18 @@ from pallas_kernels.native.load import cpu_flags, missing
 PACKAGES = (Path(__file__).parents[1], Path(str(pallas_kernels.__file__)).parent)
 
 
-def identity(shapes: StepShapes, packages: Iterable[Path] = PACKAGES) -> str:
+def identity(shapes: StepShapes) -> str:
     """Everything that the programs of an engine depend on, but for what each says of itself.
 
     Args:
         shapes: of the engine.
-        packages: folders of the source that makes the programs.
 
     Raises:
         TypeError: a field of `shapes` that has no lasting description.
     """
     device = jax.devices()[0]
     parts = {
-        "source": source_digest(packages),  # our version stands in it
+        "source": _own_source(),  # our version stands in it
         "jax": jax.__version__,
         "jaxlib": version("jaxlib"),
         "flax": version("flax"),
@@ -48,6 +48,12 @@ def identity(shapes: StepShapes, packages: Iterable[Path] = PACKAGES) -> str:
         "shapes": describe(shapes),
     }
     return "\n".join(f"{name}: {value}" for name, value in parts.items())
+
+
+@functools.cache
+def _own_source() -> str:
+    """Read once: the code of a process does not change."""
+    return source_digest(PACKAGES)
 
 
 def source_digest(packages: Iterable[Path]) -> str:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.config import KV_CACHE_DTYPES
-from jaxserve.device.programs import Program, ProgramTable
+from jaxserve.device.programs import Lowering, Program, ProgramTable, lower_traced
 from jaxserve.device.step import (
     Sampled,
     embed_tokens,
@@ -172,13 +172,17 @@ class StepShapes:
         ]
 
 
-def largest_step_bytes(shapes: StepShapes) -> int:
+def largest_step_bytes(shapes: StepShapes, lower: Lowering = lower_traced) -> int:
     """Device memory, in bytes, that the largest step takes beyond params and pages.
 
     Compiles the largest programs against whatever small pool `shapes` names: the pool's size hardly
     matters to it.
+
+    Args:
+        shapes: of the engine.
+        lower: how programs are lowered.
     """
-    table = ProgramTable()
+    table = ProgramTable(lower)
     largest = [
         *shapes.token_programs(shapes.buckets.tokens[-1]),
         *shapes.row_programs(shapes.buckets.rows[-1]),
