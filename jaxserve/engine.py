@@ -222,7 +222,8 @@ class Engine:
             self._in_change = True
             if not group.has_ended:
                 group.abort(index)
-                self._settle(group)
+                if group.has_ended:
+                    self._settle(group)
             if index is None and request_id in self._held_groups:
                 group.let_go()
                 del self._held_groups[request_id]
@@ -299,23 +300,35 @@ class Engine:
         self._in_change = False
 
     def _take_in(self, result: StepResult) -> None:
+        groups = self._groups
         advanced, failed = result
+        ended: set[Group] = set()
         for seq in failed:
-            self._groups[seq.request.id].fail(seq)
-        by_request: dict[str, list[Sequence]] = {}
+            group = groups[seq.request.id]
+            group.fail(seq)
+            if group.has_ended:
+                ended.add(group)
+        beams: dict[Group, list[Sequence]] = {}
         for seq in advanced:
-            by_request.setdefault(seq.request.id, []).append(seq)
-        for request_id, seqs in by_request.items():
-            self._groups[request_id].advance(seqs)
-        for request_id in {seq.request.id for seq in (*failed, *advanced)}:
-            self._settle(self._groups[request_id])
+            group = groups[seq.request.id]
+            if seq.wants_candidates:  # all of a group at once
+                beams.setdefault(group, []).append(seq)
+            elif not group.take_plain_token(seq):
+                group.advance((seq,))
+                if group.has_ended:
+                    ended.add(group)
+        for group, seqs in beams.items():
+            group.advance(seqs)
+            if group.has_ended:
+                ended.add(group)
+        for group in ended:
+            self._settle(group)
 
     def _settle(self, group: Group) -> None:
         """Takes a request that has ended out of those in flight."""
-        if group.has_ended:
-            if group.held:
-                self._held_groups[group.request.id] = group
-            del self._groups[group.request.id]
+        if group.held:
+            self._held_groups[group.request.id] = group
+        self._groups.pop(group.request.id, None)
 
     def _alone(self, method: str) -> threading.Lock:
         """The lock that a call holds, for its `with`; refuses a call while another one is inside.

@@ -130,7 +130,8 @@ class Request:
         object.__setattr__(self, "sampling_params", made)
 
 
-@dataclass(frozen=True, kw_only=True)
+# Not frozen: a step makes one of each per sequence, and freezing makes that three times as dear.
+@dataclass(kw_only=True, slots=True)
 class CompletionOutput:
     """One choice's output. From `Engine.step` it is what came since the last step; from
     `LLM.generate` it is whole.
@@ -157,7 +158,8 @@ class CompletionOutput:
     score: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+# Not frozen: a step makes one of each per sequence, and freezing makes that three times as dear.
+@dataclass(kw_only=True, slots=True)
 class RequestOutput:
     """What a request has produced.
 

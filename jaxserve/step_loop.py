@@ -15,7 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxserve.executor import Executor, StepHandle
-from jaxserve.schedule.batch import DeviceBatch, build_batch
+from jaxserve.schedule.batch import DeviceBatch
+from jaxserve.schedule.batch_builder import BatchBuilder
 from jaxserve.schedule.observer import StepObserver, StepRecord
 from jaxserve.schedule.plan import StepPlan, StepResult
 from jaxserve.schedule.scheduler import Scheduler
@@ -65,6 +66,7 @@ class StepLoop:
         self.async_scheduling = async_scheduling
         self._take_in = take_in
         self._clock = clock
+        self.build_batch = BatchBuilder(scheduler.buckets, scheduler.kv.max_pages_per_seq)
         self._under_way: StepUnderWay | None = None
         self._last_done_s = 0.0
 
@@ -93,7 +95,7 @@ class StepLoop:
         if plan is None:
             return None
         sent_s = self._clock()
-        batch = build_batch(plan, self.scheduler.buckets, self.scheduler.kv.max_pages_per_seq)
+        batch = self.build_batch(plan)
         handle = self.executor.submit(batch)
         return StepUnderWay(plan=plan, batch=batch, handle=handle, sent_s=sent_s)
 

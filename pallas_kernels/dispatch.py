@@ -10,6 +10,8 @@ import dataclasses
 import importlib
 from types import ModuleType
 
+from pallas_kernels.native import load
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Backend:
@@ -17,16 +19,17 @@ class Backend:
 
     Args:
         name: what `--attention_backend` calls it.
-        module: the module with `attend(...)`; None when this version does not ship it.
+        module: the module with `attend(...)`.
         layout: the physical layout of its pages, a key of `layout.LAYOUTS`.
         platform: the only one it is compiled for, or None for any.
         compute_capability: the only generation of GPU it is compiled for, or None for any.
         dtypes: of queries. kv_dtypes: of pages. head_dims: D. None where any will do.
         page_sizes: the only ones, the default first; None for powers of two from 4, 64 by default.
+        custom_calls: the C++ kernels that its programs call (`native.load`); they have to be there.
     """
 
     name: str
-    module: str | None
+    module: str
     layout: str
     platform: str | None = None
     compute_capability: str | None = None
@@ -34,6 +37,12 @@ class Backend:
     kv_dtypes: tuple[str, ...] | None = None
     head_dims: tuple[int, ...] | None = None
     page_sizes: tuple[int, ...] | None = None
+    custom_calls: tuple[str, ...] = ()
+
+    @property
+    def has_interpreter(self) -> bool:
+        """Whether it is a Pallas kernel, which runs anywhere in an interpreter."""
+        return self.platform is not None and not self.custom_calls
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,7 +71,16 @@ _EIGHT_BIT = ("int8", "float8_e4m3fn", "float8_e5m2")
 BACKENDS = {
     "reference": Backend(name="reference", module=f"{_HERE}.reference", layout="head_major"),
     "xla": Backend(name="xla", module=f"{_HERE}.xla", layout="split"),
-    "cpu": Backend(name="cpu", module=None, layout="head_major"),
+    "cpu": Backend(
+        name="cpu",
+        module=f"{_HERE}.cpu",
+        layout="head_major",
+        platform="cpu",
+        dtypes=("float32",),
+        kv_dtypes=("float32",),
+        head_dims=tuple(range(16, 257, 16)),
+        custom_calls=load.TARGETS,
+    ),
     "gpu": Backend(
         name="gpu",
         module=f"{_HERE}.gpu",
@@ -86,7 +104,7 @@ BACKENDS = {
 }
 
 # What "auto" tries on a platform, in order.
-AUTO = {"cpu": ("xla",), "gpu": ("gpu", "xla"), "tpu": ("tpu", "xla")}
+AUTO = {"cpu": ("cpu", "xla"), "gpu": ("gpu", "xla"), "tpu": ("tpu", "xla")}
 
 # The page table that the TPU kernel holds in SMEM, 1 MiB in all, may take this much when we choose.
 TPU_TABLE_BYTES = 512 * 1024
@@ -108,11 +126,11 @@ def resolve_backend(requested: str, demand: Demand) -> str:
         demand: what it has to serve; "auto" needs its platform.
 
     Returns:
-        A name in BACKENDS that ships and serves the demand: the one asked for, or the first of
+        A name in BACKENDS that serves the demand: the one asked for, or the first of
         AUTO's that does.
 
     Raises:
-        ValueError: an unknown name or platform, or a backend that this version does not ship.
+        ValueError: an unknown name or platform.
         NotImplementedError: the backend, or for "auto" each of them, does not serve the demand.
     """
     if requested != "auto":
@@ -149,7 +167,7 @@ def refusal(name: str, demand: Demand) -> str | None:
     """
     backend = _backend(name)
     own = f"attention backend {name!r}"
-    if demand.interpret and backend.platform is None:
+    if demand.interpret and not backend.has_interpreter:
         return f"attention_interpret=True: {own} has no kernel to interpret, gpu and tpu have"
     on_device = demand.platform is not None and not demand.interpret
     if on_device and backend.platform not in (None, demand.platform):
@@ -163,6 +181,8 @@ def refusal(name: str, demand: Demand) -> str | None:
         ("kv_cache_dtype", demand.kv_dtype, backend.kv_dtypes),
         ("head_dim", demand.head_dim, backend.head_dims),
     ]
+    if backend.custom_calls and (missing := load.missing()):
+        return f"{own}: {missing}"
     capability = backend.compute_capability
     if on_device and capability not in (None, demand.compute_capability):
         return f"compute capability={demand.compute_capability}: {own} serves {capability}"
@@ -176,9 +196,7 @@ def refusal(name: str, demand: Demand) -> str | None:
 
 def implementation(name: str) -> ModuleType:
     """The module that serves backend `name`, imported now; raises as `resolve_backend`."""
-    module = _backend(name).module
-    assert module is not None  # _backend refuses what does not ship
-    return importlib.import_module(module)
+    return importlib.import_module(_backend(name).module)
 
 
 def page_copies(requested: str, demand: Demand) -> tuple[str, ModuleType]:
@@ -196,7 +214,7 @@ def page_copies(requested: str, demand: Demand) -> tuple[str, ModuleType]:
         name = next(
             name
             for name in _candidates(demand)
-            if PAGE_COPIES[name] == _XLA_COPIES or refusal(name, demand) is None
+            if name == "xla" or (PAGE_COPIES[name] != _XLA_COPIES and not refusal(name, demand))
         )
     if name not in PAGE_COPIES:
         raise ValueError(
@@ -214,7 +232,7 @@ def pick_page_size(name: str, *, max_num_seqs: int, max_model_len: int) -> int:
     """Tokens a page when the user does not say, for rows and a context that are known.
 
     Args:
-        name: a backend that ships.
+        name: a backend.
         max_num_seqs: S, rows of the page table.
         max_model_len: longest context in tokens.
 
@@ -242,7 +260,7 @@ def check_page_size(name: str, page_size: int) -> int:
     """Return `page_size` if backend `name` serves it.
 
     Args:
-        name: a backend that ships.
+        name: a backend.
         page_size: tokens a page.
 
     Raises:
@@ -267,19 +285,9 @@ def _candidates(demand: Demand) -> tuple[str, ...]:
     return AUTO[demand.platform]
 
 
-def _shipped() -> list[str]:
-    return [name for name, backend in BACKENDS.items() if backend.module is not None]
-
-
 def _backend(name: str) -> Backend:
     if name not in BACKENDS:
         raise ValueError(
-            f"attention_backend={name!r}: no such backend; known: {', '.join(_shipped())}"
+            f"attention_backend={name!r}: no such backend; known: {', '.join(BACKENDS)}"
         )
-    backend = BACKENDS[name]
-    if backend.module is None:
-        raise ValueError(
-            f"attention_backend={name!r}: this version does not ship that kernel; "
-            "--attention_backend=xla serves on every platform"
-        )
-    return backend
+    return BACKENDS[name]

@@ -4,6 +4,7 @@ same as one step at a time, whatever happens inside the lag.
 
 import dataclasses
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from jaxserve.request import Request
 from jaxserve.sampling_params import BeamParams, SamplingParams
 from jaxserve.schedule.batch import DeviceBatch, SampledTokens
+from jaxserve.schedule.batch_builder import BatchBuilder
 from jaxserve.text.watcher import Observation
 from tests.fakes import FakeExecutor, FakeHandle, drain, expected_tokens, make_engine
 
@@ -40,6 +42,21 @@ class LateExecutor(FakeExecutor):
 
         handle.result = result
         return handle
+
+
+class NoModel(FakeExecutor):
+    """Samples token 1 everywhere, in as many calls for many rows as for few."""
+
+    def submit(self, batch: DeviceBatch) -> FakeHandle:
+        rows = batch.num_rows
+        return FakeHandle(
+            SampledTokens(
+                token_ids=np.ones((rows, 1), np.int32),
+                num_tokens=np.ones(rows, np.int32),
+                logprobs=np.zeros((rows, 1), np.float32),
+                finite=np.ones(int(batch.ranges[2]), bool),
+            )
+        )
 
 
 class StopAfter:
@@ -342,3 +359,68 @@ def test_a_failing_step_under_way_loses_nothing(mode):
         assert num_failures <= 1
         for name, ids in parts.items():
             assert ids == expected_tokens([ord(name), 2], 10)
+
+
+def test_a_batch_depends_on_its_plan_alone(monkeypatch):
+    """What the builder carries from step to step is what it would make anew."""
+    carried = BatchBuilder.__call__
+    num_shared = [0]
+
+    def checked(self, plan):
+        last = self._table
+        batch, fresh = carried(self, plan), carried(BatchBuilder(*self.made_of), plan)
+        for field in dataclasses.fields(DeviceBatch):
+            mine, theirs = getattr(batch, field.name), getattr(fresh, field.name)
+            assert np.array_equal(mine, theirs), field.name
+        num_shared[0] += batch.page_table is last
+        return batch
+
+    def init(self, buckets, max_pages, real=BatchBuilder.__init__):
+        self.made_of = (buckets, max_pages)
+        real(self, buckets, max_pages)
+
+    monkeypatch.setattr(BatchBuilder, "__init__", init)
+    monkeypatch.setattr(BatchBuilder, "__call__", checked)
+    for seed in range(60, 80):
+        options, asked = random_history(seed)
+        assert outcome(options | MODES[seed % 3], asked).keys() == {one.request.id for one in asked}
+    assert num_shared[0] > 100, "nothing was carried over"
+
+
+def test_the_work_of_a_step_grows_with_the_running_and_not_with_the_waiting():
+    """Calls of Python functions, counted: no clock."""
+
+    def calls(num_running: int, num_waiting: int) -> int:
+        engine = make_engine(
+            max_num_seqs=num_running,
+            max_num_batched_tokens=512,
+            num_pages=40 * num_running,
+            page_size=16,
+            max_model_len=256,
+            executor_class=NoModel,
+            async_scheduling=True,
+        )
+        params = SamplingParams(max_tokens=200, temperature=0)
+        for i in range(num_running + num_waiting):
+            engine.add(
+                Request(id=f"r{i}", prompt_token_ids=[i % 999 + 1, 5], sampling_params=params)
+            )
+        for _ in range(6):
+            engine.step()
+        assert len(engine.scheduler.running) == num_running
+        count = 0
+
+        def profile(frame, event, argument):
+            nonlocal count
+            count += event == "call"
+
+        sys.setprofile(profile)
+        try:
+            engine.step()
+        finally:
+            sys.setprofile(None)
+        return count
+
+    few, many = calls(8, 0), calls(64, 0)
+    assert few < many <= 8 * few
+    assert calls(8, 1000) <= few + 10

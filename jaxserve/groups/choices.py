@@ -118,11 +118,14 @@ class ChoiceGroup(Group):
             for index, (seq, watcher) in enumerate(zip(seqs, watchers, strict=True))
         ]
         self.has_spread = len(self.choices) == 1
+        self.wants_logprobs = seqs[0].request.sampling_params.wants_logprobs
         for choice in self.choices:  # the others have to be forked before the first one goes on
             choice.seq.is_awaited = not self.has_spread
 
     @property
     def has_ended(self) -> bool:
+        if len(self.choices) == 1:  # most of them, asked in every step
+            return self.choices[0].progress.finish_reason is not None
         return all(choice.has_ended for choice in self.choices)
 
     @property
@@ -149,6 +152,26 @@ class ChoiceGroup(Group):
             if not self.has_spread:
                 self._spread(seq)
             self._take_tokens(self.choices[seq.order[1]])
+
+    def take_plain_token(self, seq: Sequence) -> bool:
+        choice = self.choices[seq.order[1]]
+        if choice.watcher is not None or not self.has_spread:
+            return False
+        before = choice.progress
+        count = before.num_observed + 1
+        if len(seq.logprobs) != count or count >= seq.max_tokens:
+            return False
+        token_id = seq.token_ids[len(seq.prompt_token_ids) + before.num_observed]
+        if token_id in seq.stop_ids:
+            return False
+        logprobs = seq.logprobs[-1:] if self.wants_logprobs else None
+        output = CompletionOutput(
+            index=choice.index, text="", token_ids=[token_id], logprobs=logprobs
+        )
+        news, progress = (self, (output,)), Progress(count, before.num_released + 1, None)
+        # Two stores and no call in one statement: no interrupt can come between them.
+        self.outbox.ready[choice], choice.progress = news, progress
+        return True
 
     def _spread(self, leader: Sequence) -> None:
         """Gives the other choices what was computed of the prompt."""

@@ -56,7 +56,16 @@ class Group(ABC):
 
     @abstractmethod
     def advance(self, seqs: Several[Sequence]) -> None:
-        """Takes in what a step gave to some of its sequences."""
+        """Takes in what a step gave to some of its sequences; to all beams at once."""
+
+    def take_plain_token(self, seq: Sequence) -> bool:
+        """Takes in one token, if nobody watches it and it ends nothing: what most steps bring.
+
+        Returns:
+            False, with nothing done, where it is not so simple: `advance` takes everything.
+        """
+        del seq
+        return False
 
     @abstractmethod
     def fail(self, seq: Sequence) -> None:
@@ -101,10 +110,11 @@ class Group(ABC):
 
     def output(self, completions: list[CompletionOutput], *, finished: bool) -> RequestOutput:
         """What is handed out of it."""
+        first = self.first
         return RequestOutput(
-            request_id=self.request.id,
+            request_id=first.request.id,
             outputs=completions,
-            num_prompt_tokens=self.first.num_prompt_tokens,
-            num_cached_tokens=self.first.num_cached_tokens,
+            num_prompt_tokens=len(first.prompt_token_ids),
+            num_cached_tokens=first.num_cached_tokens,
             finished=finished,
         )

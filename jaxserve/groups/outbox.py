@@ -5,6 +5,7 @@ interrupt can come between. Read and emptied by the engine when a call hands out
 """
 
 from collections.abc import Iterable, Iterator
+from operator import attrgetter
 
 from jaxserve.groups.group import Group
 from jaxserve.request import CompletionOutput, RequestOutput, merge_completions
@@ -44,6 +45,8 @@ class Outbox:
             group: of this request only.
             index: of this choice only.
         """
+        if group is None and index is None and not self._kept:
+            return self._gather_all()
         found: dict[Group, dict[int, list[CompletionOutput]]] = {}
         others: set[Group] = set()
         for owner, completions in self._news():
@@ -59,6 +62,17 @@ class Outbox:
             )
             for owner, pieces in found.items()
         ]
+
+    def _gather_all(self) -> list[RequestOutput]:
+        """The same where nothing was kept: every choice has at most one piece, nothing to join."""
+        found: dict[Group, list[CompletionOutput]] = {}
+        for owner, completions in self.ready.values():
+            if owner in found:
+                found[owner] += completions
+                found[owner].sort(key=_by_index)
+            else:
+                found[owner] = [*completions]
+        return [owner.output(pieces, finished=owner.has_ended) for owner, pieces in found.items()]
 
     def remove(self, group: Group | None = None, index: int | None = None) -> None:
         """Forgets what `gather` with the same arguments returns."""
@@ -87,6 +101,9 @@ class Outbox:
         yield from self.ready.values()
 
 
+_by_index = attrgetter("index")
+
+
 def count_tokens(outputs: Iterable[RequestOutput]) -> int:
     """Ids in all of them."""
-    return sum(len(one.token_ids) for output in outputs for one in output.outputs)
+    return sum([len(one.token_ids) for output in outputs for one in output.outputs])

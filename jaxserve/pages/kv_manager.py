@@ -173,10 +173,10 @@ class KVManager:
         Returns:
             False, with the table unchanged, when there are too few pages.
         """
+        if num_tokens <= table.num_writable:  # true of most steps
+            return True
         missing = table.num_missing(num_tokens)
         shared = self._shared_pages(table, write_from, num_tokens)
-        if not missing and not shared:
-            return True
         page_ids = self._take(missing + len(shared))
         if page_ids is None:
             return False
@@ -187,7 +187,10 @@ class KVManager:
             table.replace(index, target)
         if shared and shared[0] < table.num_tree_pages:
             self._unlock_down_to(table, shared[0])
-        table.append(page_ids)
+        if page_ids:
+            table.append(page_ids)
+        # What was looked at is its own now; a page behind `num_tokens` may still be shared.
+        table.num_writable = -(-num_tokens // self.page_size) * self.page_size
         return True
 
     def num_needed(self, table: PageTable, num_tokens: int, write_from: int) -> int:
@@ -254,6 +257,7 @@ class KVManager:
     def fork(self, table: PageTable, num_tokens: int) -> PageTable:
         """A table that shares the pages of the first `num_tokens` tokens."""
         child = self.new_table()
+        table.num_writable = 0
         num_pages = min(len(table), -(-num_tokens // self.page_size))
         page_ids = table.row[:num_pages].tolist()
         self.pool.share(page_ids)

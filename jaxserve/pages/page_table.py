@@ -28,6 +28,9 @@ class PageTable:
         self.page_size = page_size
         self.node: RadixNode | None = None
         self.num_tree_pages = 0
+        # Slots up to which the next writes fall into pages that nobody else owns; 0 = not known.
+        self.num_writable = 0
+        self.version = 0  # changes whenever the pages do
         self._max_pages = max_pages
         self._row = np.empty(min(max_pages, 8), np.int32)
         self._num_pages = 0
@@ -67,14 +70,17 @@ class PageTable:
             self._row = grown
         self._row[self._num_pages : end] = page_ids
         self._num_pages = end
+        self.version += 1
 
     def replace(self, index: int, page_id: int) -> None:
         """Puts another page in the place of one."""
         self._row[index] = page_id
+        self.version += 1
 
     def clear(self) -> list[int]:
         """Empties the table and returns the page ids it held."""
         held = self.page_ids
-        self._num_pages = self.num_tree_pages = 0
+        self._num_pages = self.num_tree_pages = self.num_writable = 0
         self.node = None
+        self.version += 1
         return held

@@ -1,12 +1,12 @@
 """The arrays of one step, as numpy: what goes to the device (`DeviceBatch`) and what comes back
 (`SampledTokens`).
 
-`build_batch` turns a plan into arrays; the executor sends them. Every batch is made of fresh arrays
-that are made read-only here: on CPU jax may use a numpy buffer in place, so an array changed after
-`submit` would change the running step. Writing to a submitted batch raises instead.
+`batch_builder` turns a plan into arrays; the executor sends them. The arrays of a batch are made
+read-only here: on CPU jax may use a numpy buffer in place, so an array changed after `submit` would
+change the running step. Writing to a submitted batch raises instead.
 """
 
-from array import array
+from collections.abc import Sequence as Several
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
@@ -15,13 +15,14 @@ import numpy as np
 from jaxserve.schedule.buckets import Bucket, Buckets
 
 if TYPE_CHECKING:
-    from jaxserve.schedule.plan import StepPlan
+    from jaxserve.schedule.sequence import Sequence
 
 
 MAX_CANDIDATES = 64  # likeliest tokens that a step can return for a row
 
 
-def _no_pairs() -> np.ndarray:
+def no_pairs() -> np.ndarray:
+    """i32[2, 0]: nothing to move."""
     return np.zeros((2, 0), np.int32)
 
 
@@ -55,9 +56,9 @@ class DeviceBatch:
     num_steps: int = 1  # run so often, each time with the tokens that were sampled before
     wants_candidates: bool = False  # some row wants the likeliest tokens, not just a sampled one
     # pages to move before the step, in this order; n differs from field to field
-    moves_out: np.ndarray = field(default_factory=_no_pairs)  # i32[2, n] device pages -> host pages
-    copies: np.ndarray = field(default_factory=_no_pairs)  # i32[2, n] device pages -> device pages
-    moves_in: np.ndarray = field(default_factory=_no_pairs)  # i32[2, n] host pages -> device pages
+    moves_out: np.ndarray = field(default_factory=no_pairs)  # i32[2, n] device pages -> host pages
+    copies: np.ndarray = field(default_factory=no_pairs)  # i32[2, n] device pages -> device pages
+    moves_in: np.ndarray = field(default_factory=no_pairs)  # i32[2, n] host pages -> device pages
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -91,7 +92,8 @@ class DeviceBatch:
             logit_rows=np.zeros(max_seqs, np.int32),
             num_steps=1,
             wants_candidates=False,
-            **_sampling_arrays([], [], bucket.num_rows),
+            **sampling_arrays([], bucket.num_rows),
+            output_positions=np.zeros(bucket.num_rows, np.int32),
         )
 
     def following(self) -> "DeviceBatch":
@@ -117,9 +119,9 @@ class DeviceBatch:
             positions=positions,
             kv_lens=kv_lens,
             output_positions=output_positions,
-            moves_out=_no_pairs(),
-            copies=_no_pairs(),
-            moves_in=_no_pairs(),
+            moves_out=no_pairs(),
+            copies=no_pairs(),
+            moves_in=no_pairs(),
         )
 
 
@@ -148,76 +150,13 @@ class SampledTokens:
     candidate_logprobs: np.ndarray | None = None
 
 
-def build_batch(plan: "StepPlan", buckets: Buckets, max_pages: int) -> DeviceBatch:
-    """Fills the arrays of a plan's bucket.
+def sampling_arrays(seqs: "Several[Sequence]", num_rows: int) -> dict[str, np.ndarray]:
+    """What the sampler reads of sequences and does not change from step to step, padded.
 
     Args:
-        plan: slices in kernel order, pages taken.
-        buckets: gives S.
-        max_pages: pages that a sequence of max_model_len tokens needs (P).
-
-    Returns:
-        A `DeviceBatch` of fresh, read-only arrays.
+        seqs: one per live logit row.
+        num_rows: R.
     """
-    max_seqs, num_seqs = buckets.max_num_seqs, len(plan.slices)
-    ids = array("i")
-    page_table = np.zeros((max_seqs, max_pages), np.int32)
-    for row, (seq, start, num_tokens, _) in enumerate(plan.slices):
-        if num_tokens == 1:  # most of them: nothing is cut out of the tokens
-            ids.append(seq.token_ids[start])
-        else:
-            ids.extend(seq.token_ids[start : start + num_tokens])
-        pages = seq.page_table.row
-        page_table[row, : len(pages)] = pages
-    starts, counts, num_samples = (
-        np.array([one[i] for one in plan.slices], np.int32) for i in (1, 2, 3)
-    )
-    token_ids = np.zeros(plan.bucket.num_tokens, np.int32)
-    token_ids[: plan.num_tokens] = ids
-    cu_q_lens = np.full(max_seqs + 1, plan.num_tokens, np.int32)
-    cu_q_lens[0] = 0
-    np.cumsum(counts, out=cu_q_lens[1 : num_seqs + 1])
-    positions = np.zeros(plan.bucket.num_tokens, np.int32)
-    positions[: plan.num_tokens] = np.arange(plan.num_tokens, dtype=np.int32)
-    positions[: plan.num_tokens] += np.repeat(starts - cu_q_lens[:num_seqs], counts)
-    kv_lens = np.zeros(max_seqs, np.int32)
-    kv_lens[:num_seqs] = starts + counts
-    sampling = [one.seq for one in plan.slices if one.num_samples]
-    output_positions = [
-        start + num_tokens - len(seq.prompt_token_ids)
-        for seq, start, num_tokens, num_samples in plan.slices
-        if num_samples
-    ]
-    logit_rows = np.zeros(max_seqs, np.int32)
-    logit_rows[: len(sampling)] = cu_q_lens[1 : num_seqs + 1][num_samples > 0] - 1
-    num_single = int(np.count_nonzero(counts == 1))
-    return DeviceBatch(
-        bucket=plan.bucket,
-        num_rows=len(sampling),
-        num_steps=plan.num_steps,
-        token_ids=token_ids,
-        positions=positions,
-        page_table=page_table.reshape(-1),
-        kv_lens=kv_lens,
-        kv_starts=np.zeros(max_seqs, np.int32),
-        cu_q_lens=cu_q_lens,
-        ranges=np.array([num_single, num_single, num_seqs], np.int32),
-        logit_rows=logit_rows,
-        wants_candidates=any(seq.wants_candidates for seq in sampling),
-        moves_out=_pairs(plan.moves_out),
-        copies=_pairs(plan.copies),
-        moves_in=_pairs(plan.moves_in),
-        **_sampling_arrays(sampling, output_positions, plan.bucket.num_rows),
-    )
-
-
-def _pairs(pairs: tuple[tuple[int, int], ...]) -> np.ndarray:
-    return np.array(pairs, np.int32).T.copy() if pairs else _no_pairs()
-
-
-def _sampling_arrays(
-    seqs: list, output_positions: list[int], num_rows: int
-) -> dict[str, np.ndarray]:
     params = [seq.request.sampling_params for seq in seqs]
 
     def column(values: list, dtype: type, fill: float) -> np.ndarray:
@@ -234,7 +173,6 @@ def _sampling_arrays(
         "top_p": column([p.top_p for p in params], np.float32, 1.0),
         "min_p": column([p.min_p for p in params], np.float32, 0.0),
         "seeds": seeds,
-        "output_positions": column(output_positions, np.int32, 0),
     }
 
 

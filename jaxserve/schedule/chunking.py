@@ -10,7 +10,6 @@ from collections.abc import Sequence as Several
 from jaxserve.schedule.buckets import Buckets
 from jaxserve.schedule.plan import StepPlan
 from jaxserve.schedule.queue import WaitingQueue
-from jaxserve.schedule.sequence import Sequence
 
 SMOOTHING = 0.3  # weight of the newest measurement
 FORGETTING = 0.995  # what is left, after another step, of the time of a step that was too slow
@@ -139,13 +138,17 @@ class ChunkSizes:
         self._target_itl_s = target_itl_s
         self._timer = StepTimer(buckets)
 
-    def share(self, running: list[Sequence], waiting: WaitingQueue) -> tuple[list[int], int]:
-        """Tokens of the next step for each running sequence, at least 1, and what is left."""
-        shares = [1] * len(running)
-        to_compute = [seq.num_tokens_to_compute for seq in running]
+    def share(self, to_compute: list[int], waiting: WaitingQueue) -> tuple[list[int], int]:
+        """Tokens of the next step for each running sequence, at least 1, and what is left.
+
+        Args:
+            to_compute: known tokens that each of them has not computed.
+            waiting: who else would have a part.
+        """
+        shares = [1] * len(to_compute)
         partial = [index for index, tokens in enumerate(to_compute) if tokens > 1]
-        num_decoding = len(running) - len(partial)
-        budget = self._step_budget(num_decoding, len(running)) - num_decoding
+        num_decoding = len(to_compute) - len(partial)
+        budget = self._step_budget(num_decoding, len(to_compute)) - num_decoding
         if not partial:
             return shares, budget
         remaining = [to_compute[i] for i in partial]

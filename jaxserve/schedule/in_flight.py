@@ -49,10 +49,14 @@ def begin(slices: Several[ScheduledSlice], num_steps: int) -> bool:
     """
     row, is_awaited = 0, False
     for seq, _, num_tokens, num_samples in slices:
-        num_pending = 0 if seq.wants_candidates else num_samples * num_steps
-        seq.begin_slice(num_tokens + num_steps - 1, num_pending, row)
-        row += num_samples
-        is_awaited |= num_samples > 0 and seq.is_awaited
+        seq.num_in_flight += num_tokens + num_steps - 1
+        if not num_samples:
+            continue
+        if not seq.wants_candidates:
+            for _ in range(num_steps):
+                seq.token_ids.append(-1 - row)
+        row += 1
+        is_awaited = is_awaited or seq.is_awaited
     return is_awaited
 
 
@@ -65,27 +69,30 @@ def take_in(plan: StepPlan, sampled: SampledTokens, kv: KVManager) -> StepResult
     result = StepResult([], [])
     # All at once: taking numbers out of an array one by one is slow.
     token_ids, logprobs = sampled.token_ids.tolist(), sampled.logprobs.tolist()
-    num_sampled, finite = sampled.num_tokens.tolist(), sampled.finite.tolist()
-    row = 0
-    for index, (seq, start, num_tokens, num_samples) in enumerate(plan.slices):
+    finite = sampled.finite.tolist()
+    row, page_size, more = 0, kv.page_size, plan.num_steps - 1
+    for (seq, start, num_tokens, num_samples), is_finite in zip(plan.slices, finite, strict=True):
         first_row = row
         row += num_samples
         seq.num_iterations += 1
         if not seq.num_in_flight and not seq.num_pending:
-            continue
-        if not finite[index]:
+            continue  # it has ended
+        if not is_finite:
             seq.forget_step()
             result.failed.append(seq)
             continue
-        end = start + num_tokens
         if num_samples and not seq.wants_candidates:
-            count = num_sampled[first_row]
-            seq.resolve(end, token_ids[first_row][:count], logprobs[first_row][:count])
+            position = start + num_tokens
+            for token_id in token_ids[first_row]:  # in the place of pending ones
+                seq.token_ids[position] = token_id
+                position += 1
+            seq.logprobs += logprobs[first_row]
         if seq.num_in_flight:
-            num_computed = num_tokens + plan.num_steps - 1
-            seq.num_in_flight -= num_computed
-            seq.num_computed_tokens += num_computed
-            kv.record(seq.page_table, seq.token_ids, seq.num_computed_tokens, seq.request.priority)
+            before, after = seq.num_computed_tokens, seq.num_computed_tokens + num_tokens + more
+            seq.num_in_flight -= num_tokens + more
+            seq.num_computed_tokens = after
+            if after // page_size > before // page_size:  # a page is full
+                kv.record(seq.page_table, seq.token_ids, after, seq.request.priority)
         if num_samples:
             if seq.wants_candidates:
                 seq.candidates = _candidates_of_row(sampled, first_row)

@@ -19,7 +19,7 @@ from jaxserve.executor import Executor
 from jaxserve.pages.page_table import PageTable
 from jaxserve.request import Request
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.schedule.batch import build_batch
+from jaxserve.schedule.batch_builder import build_batch
 from jaxserve.schedule.buckets import Bucket
 from jaxserve.schedule.plan import ScheduledSlice, StepPlan
 from jaxserve.schedule.schedule_log import (

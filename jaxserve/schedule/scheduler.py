@@ -24,6 +24,7 @@ Invariants (`check_invariants`):
 from collections.abc import Iterable
 from functools import cache
 from itertools import chain
+from operator import itemgetter
 
 from jaxserve.pages.kv_manager import KVManager
 from jaxserve.schedule.admission import Gate
@@ -41,6 +42,7 @@ from jaxserve.schedule.prefix_wait import PrefixWait
 from jaxserve.schedule.queue import NumCached, Policy, WaitingQueue
 from jaxserve.schedule.sequence import Namespace, Sequence, Status
 
+_ROW_ORDER = itemgetter(2, 1)  # of a ScheduledSlice: num_tokens, and then start
 MAX_PASSED = 64  # of those that wait for a prefix, before a step looks no further
 
 
@@ -165,9 +167,9 @@ class Scheduler:
         if not slices:
             return None
         self._use_leftover(slices, budget)
-        slices.sort(key=lambda one: (one.num_tokens, one.start + one.num_tokens))
-        num_tokens = sum(one.num_tokens for one in slices)
-        num_rows = sum(one.num_samples for one in slices)
+        slices.sort(key=_ROW_ORDER)
+        num_tokens = sum([one.num_tokens for one in slices])
+        num_rows = sum([one.num_samples for one in slices])
         bucket = self.buckets.pick(num_tokens, max(1, num_rows))
         num_steps = 1
         if self.num_decode_steps > 1 and not self.waiting:
@@ -188,14 +190,20 @@ class Scheduler:
         """Gives the running sequences their tokens, preempting from the end as needed; returns what
         is left of the budget.
         """
-        going_on = [seq for seq in self.running if not seq.awaits_its_end]
-        shares, budget = self.chunk_sizes.share(going_on, self.waiting)
-        for seq, num_tokens in zip(going_on, shares, strict=True):
-            if seq.status is not Status.RUNNING:
+        going_on = [
+            s for s in self.running if len(s.token_ids) <= s.max_num_tokens or not s.awaits_its_end
+        ]
+        to_compute = [len(s.token_ids) - s.num_computed_tokens - s.num_in_flight for s in going_on]
+        shares, budget = self.chunk_sizes.share(to_compute, self.waiting)
+        running = Status.RUNNING
+        for seq, known, num_tokens in zip(going_on, to_compute, shares, strict=True):
+            if seq.status is not running:
                 break  # it, and all behind it, gave way to those before
-            if not self._make_room(seq, seq.next_position + num_tokens):
+            start = seq.num_computed_tokens + seq.num_in_flight
+            end = start + num_tokens
+            if end > seq.page_table.num_writable and not self._make_room(seq, end):
                 break  # it stood last and gave way itself
-            slices.append(_slice(seq, num_tokens))
+            slices.append(ScheduledSlice(seq, start, num_tokens, int(num_tokens == known)))
         return budget
 
     def _make_room(self, seq: Sequence, num_tokens: int) -> bool:

@@ -93,12 +93,14 @@ class Sequence:
     num_iterations: int = field(init=False, default=0)  # steps that computed some of it
     num_steps_waited_for_prefix: int = field(init=False, default=0)
     host_pages: HostPages | None = field(init=False, default=None)
+    max_num_tokens: int = field(init=False)  # most it can ever compute: the last one sampled is not
     is_awaited: bool = field(init=False)  # what it samples is looked at before another step begins
     status: Status = field(init=False, default=Status.WAITING)
 
     def __post_init__(self) -> None:
         self.token_ids = array("i", self.prompt_token_ids)
         self.is_awaited = self.wants_candidates
+        self.max_num_tokens = len(self.prompt_token_ids) + self.max_tokens - 1
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -138,35 +140,7 @@ class Sequence:
     @property
     def awaits_its_end(self) -> bool:
         """Whether its last token is pending: no further step is needed, only the result."""
-        return self.num_pending > 0 and len(self.token_ids) > self.max_num_tokens
-
-    @property
-    def max_num_tokens(self) -> int:
-        """The most tokens it can ever have computed: the last one sampled is not."""
-        return len(self.prompt_token_ids) + self.max_tokens - 1
-
-    def begin_slice(self, num_tokens: int, num_pending: int, row: int) -> None:
-        """Marks what a step that is about to be sent will do.
-
-        Args:
-            num_tokens: that it computes, from `next_position` on.
-            num_pending: tokens that it samples.
-            row: its logit row in that step, if it samples.
-        """
-        self.num_in_flight += num_tokens
-        for _ in range(num_pending):
-            self.token_ids.append(-1 - row)
-
-    def resolve(self, position: int, token_ids: list[int], logprobs: list[float]) -> None:
-        """Puts sampled tokens in the place of pending ones.
-
-        Args:
-            position: of the first of them in `token_ids`.
-            token_ids, logprobs: what was sampled.
-        """
-        for index, token_id in enumerate(token_ids, start=position):
-            self.token_ids[index] = token_id
-        self.logprobs.extend(logprobs)
+        return len(self.token_ids) > self.max_num_tokens and self.num_pending > 0
 
     def forget_step(self) -> None:
         """Takes back the marks of a step under way: nobody wants its result any more."""

@@ -7,7 +7,9 @@ import random
 
 import pytest
 
+from jaxserve.device.compile_counter import CompileCounter
 from jaxserve.request import SamplingParams
+from jaxserve.sampling_params import BeamParams
 from tests import numpy_llama
 from tests.llms import TINY, greedy, shared_llm, stream_all
 
@@ -19,6 +21,7 @@ ARMS = {
     "one_at_a_time": {"max_num_seqs": 1},
     "static": {"scheduling": "static"},
     "reference": {"attention_backend": "reference", "page_size": 16},
+    "xla": {"attention_backend": "xla"},
 }
 NUM_TOKENS = 8
 
@@ -45,6 +48,44 @@ def test_c11_greedy_equals_the_full_context_forward(arm):
         assert one.token_ids == ids, f"prompt of {len(prompt)}"
         assert one.logprobs == pytest.approx(logprobs, abs=1e-4)
     llm.engine.check_invariants()
+
+
+def test_c46_every_way_of_stepping_gives_the_same_and_compiles_nothing(monkeypatch):
+    """One step behind, one at a time, several decode steps in one; choices, draws and chunks."""
+    llm = shared_llm()
+    counter = CompileCounter()
+    params = [
+        greedy(NUM_TOKENS),
+        SamplingParams(max_tokens=30, n=2, temperature=1.0, seed=4, ignore_eos=True),
+        greedy(25, ignore_eos=False, stop_token_ids=list(range(0, 512, 9))),
+    ]
+    found = []
+    for is_async, num_steps in ((True, 1), (False, 1), (True, 4), (False, 7)):
+        monkeypatch.setattr(llm.engine._loop, "async_scheduling", is_async)
+        monkeypatch.setattr(llm.engine.scheduler, "num_decode_steps", num_steps)
+        outputs = [output for one in params for output in llm.generate(prompts(), one)]
+        found.append([(c.token_ids, c.finish_reason) for o in outputs for c in o.outputs])
+        llm.engine.check_invariants()
+    assert all(one == found[0] for one in found)
+    assert counter.count == 0
+
+
+def test_c46_any_mix_of_requests_compiles_nothing():
+    llm = shared_llm()
+    counter = CompileCounter()
+    rng = random.Random(9)
+    for number, length in enumerate([1, 2, 3, 31, 32, 33, 64, 119]):
+        fields = [
+            {"temperature": 0},
+            {"top_p": 0.8, "seed": number},
+            {"top_k": 5, "min_p": 0.1, "seed": number},
+            {"n": 3, "seed": number},
+        ][number % 4]
+        params = SamplingParams(max_tokens=8, **({"temperature": 1.0} | fields))
+        batch = [[rng.randrange(512) for _ in range(length)] for _ in range(number % 5 + 1)]
+        llm.generate(batch, params)
+    llm.beam_search([[1, 2, 3]], BeamParams(beam_width=3, max_tokens=5))
+    assert counter.count == 0
 
 
 def test_c11_neighbours_do_not_matter():

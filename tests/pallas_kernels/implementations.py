@@ -55,6 +55,7 @@ def _gpu_interpreter():
 IMPLEMENTATIONS = {
     "reference": Implementation(),
     "xla": Implementation(blocks=(3, ((4, 2),))),
+    "cpu": Implementation(),
     "tpu": Implementation(
         blocks=(2, 4),
         interpreter=_tpu_interpreter,

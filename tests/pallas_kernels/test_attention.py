@@ -23,6 +23,7 @@ RUNS = {
     ("reference", "float32"): tuple(CASES),
     ("xla", "float32"): tuple(CASES),
     ("xla", "bfloat16"): BF16,
+    ("cpu", "float32"): tuple(name for name, case in CASES.items() if case.kv_dtype is None),
     ("tpu", "float32"): tuple(CASES),
     ("tpu", "bfloat16"): BF16,
     ("gpu", "bfloat16"): tuple(CASES),

@@ -16,7 +16,7 @@ def demand(platform=None, **of) -> dispatch.Demand:
 
 
 def test_auto_follows_the_platform_and_says_why():
-    for platform, name in (("cpu", "xla"), ("tpu", "tpu")):
+    for platform, name in (("cpu", "cpu"), ("tpu", "tpu")):
         wanted = demand(platform, dtype="float32", kv_dtype="float32", head_dim=64)
         assert dispatch.resolve_backend("auto", wanted) == name
         expected = f"attention backend {name} (auto on {platform})"
@@ -51,12 +51,21 @@ def test_auto_takes_the_hopper_kernel_where_it_serves():
         assert dispatch.explain_backend("auto", wanted) == expected
 
 
-def test_a_kernel_that_does_not_ship_is_refused_and_the_way_out_named():
-    for ask in (dispatch.layout_of, dispatch.implementation):
-        with pytest.raises(ValueError, match=r"cpu.*--attention_backend=xla"):
-            ask("cpu")
-    with pytest.raises(ValueError, match=r"cpu.*--attention_backend=xla"):
-        dispatch.resolve_backend("cpu", demand("cpu"))
+def test_auto_says_why_the_cpu_kernel_does_not_serve(monkeypatch):
+    here = {"dtype": "float32", "kv_dtype": "float32", "head_dim": 64}
+    for change, reason in (
+        ({"kv_dtype": "int8"}, "kv_cache_dtype=int8: attention backend 'cpu' serves float32"),
+        ({"dtype": "bfloat16"}, "dtype=bfloat16: attention backend 'cpu' serves float32"),
+        ({"head_dim": 24}, "head_dim=24: attention backend 'cpu' serves 16, 32, 48,"),
+    ):
+        wanted = demand("cpu", **here | change)
+        said = dispatch.explain_backend("auto", wanted)
+        assert said.startswith(f"attention backend xla (auto on cpu; {reason}")
+    monkeypatch.setattr(dispatch.load, "missing", lambda: "no compiler")
+    said = dispatch.explain_backend("auto", demand("cpu", **here))
+    assert said == "attention backend xla (auto on cpu; attention backend 'cpu': no compiler)"
+    with pytest.raises(NotImplementedError, match="'cpu': no compiler"):
+        dispatch.resolve_backend("cpu", demand("cpu", **here))
 
 
 def test_unknown_names_are_refused():
@@ -156,7 +165,7 @@ BAD = {
     "k_scale": ({"k_scale": jnp.ones(2)}, "k_scale: not allowed"),
     "window": ({"window": 0}, "window=0"),
     "soft_cap": ({"soft_cap": 0.0}, "soft_cap=0.0"),
-    "backend": ({"backend": "cpu"}, "attention_backend='cpu'"),
+    "backend": ({"backend": "abacus"}, "attention_backend='abacus'"),
 }
 
 

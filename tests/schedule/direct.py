@@ -5,7 +5,7 @@ and resumed at any time.
 from collections.abc import Sequence as Several
 
 from jaxserve.config import CacheConfig, SchedulerConfig
-from jaxserve.schedule.batch import build_batch
+from jaxserve.schedule.batch_builder import build_batch
 from jaxserve.schedule.build import build_scheduler
 from jaxserve.schedule.sequence import Sequence, Status
 from tests.fakes import FakeExecutor, next_token

@@ -11,7 +11,8 @@ import pytest
 from jaxserve.engine import Engine
 from jaxserve.request import Request
 from jaxserve.sampling_params import BeamParams, SamplingParams
-from jaxserve.schedule.batch import DeviceBatch, SampledTokens, build_batch
+from jaxserve.schedule.batch import DeviceBatch, SampledTokens
+from jaxserve.schedule.batch_builder import build_batch
 from jaxserve.schedule.buckets import Bucket
 from jaxserve.schedule.observer import StepRecord
 from jaxserve.schedule.plan import ScheduledSlice, StepPlan, StepResult
