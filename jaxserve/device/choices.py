@@ -1,5 +1,5 @@
-"""What the settings that say "auto" mean on this machine: dtypes, attention backend, page size, how
-many layers make a program, how many pages fit on the device and in host RAM.
+"""What the settings that say "auto" mean on this machine: attention backend, page size, how many layers
+make a program, how many pages fit on the device and in host RAM. `dtypes.py` has the element types.
 
 Called by `build`, once per engine. Invariant: what is found is returned; a setting that cannot be
 served raises and is never replaced by another.
@@ -8,7 +8,7 @@ served raises and is never replaced by another.
 import jax
 import jax.numpy as jnp
 
-from jaxserve.config import KV_CACHE_DTYPES, EngineConfig
+from jaxserve.config import EngineConfig
 from jaxserve.device.memory import free_bytes, free_host_bytes
 from jaxserve.device.page_moves import device_bytes
 from jaxserve.device.step_shapes import StepShapes, largest_step_bytes
@@ -25,20 +25,6 @@ from jaxserve.plan.capacity import (
 from pallas_kernels import dispatch
 
 MAX_CPU_LAYERS_PER_PROGRAM = 4
-
-
-def resolve_dtype(name: str) -> jnp.dtype:
-    """The dtype of weights and activations; "auto" is float32 on CPU, where it is the fast one,
-    bfloat16 elsewhere.
-    """
-    if name == "auto":
-        name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    return jnp.dtype(name)
-
-
-def resolve_kv_dtype(name: str, dtype: jnp.dtype) -> jnp.dtype:
-    """The element type of the pages by its name in the settings; "auto" is the model's `dtype`."""
-    return jnp.dtype(KV_CACHE_DTYPES[name] or dtype)
 
 
 def resolve_attention(

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
@@ -25,18 +25,38 @@ class Program:
         function: pure; compiled as it stands.
         arguments: abstract arrays, or arrays whose shapes and dtypes are taken.
         donated: argument numbers whose buffers the program may reuse.
+        returns: the NamedTuples that the function returns and is not given: a program that is kept
+            on disk is put together again from them.
     """
 
     key: Key
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     donated: tuple[int, ...] = ()
+    returns: tuple[type, ...] = ()
+
+
+class Lowering(Protocol):
+    """How a program becomes something to compile: `lower_traced`, or a `ProgramStore`."""
+
+    def __call__(self, program: Program) -> jax.stages.Lowered: ...
+
+
+def lower_traced(program: Program) -> jax.stages.Lowered:
+    """Traces and lowers a program."""
+    jitted = jax.jit(program.function, donate_argnums=program.donated)
+    return jitted.lower(*program.arguments)
 
 
 class ProgramTable:
-    """Programs by (name, rung)."""
+    """Programs by (name, rung).
 
-    def __init__(self) -> None:
+    Args:
+        lower: how programs are lowered.
+    """
+
+    def __init__(self, lower: Lowering = lower_traced) -> None:
+        self._lower = lower
         self._compiled: dict[Key, jax.stages.Compiled] = {}
 
     def __len__(self) -> int:
@@ -47,13 +67,15 @@ class ProgramTable:
         return self._compiled[key]
 
     def compile_all(self, programs: Sequence[Program]) -> None:
-        """Lowers each program in turn and compiles them in parallel. Put the slowest first."""
+        """Lowers each program in turn and compiles them in parallel. Put the slowest first.
+
+        Lowering stays in one thread: it is Python all through, so threads would only wait for
+        each other.
+        """
         with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
             futures: dict[Key, Future[jax.stages.Compiled]] = {}
             for program in programs:
-                jitted = jax.jit(program.function, donate_argnums=program.donated)
-                lowered = jitted.lower(*program.arguments)
-                futures[program.key] = pool.submit(lowered.compile)
+                futures[program.key] = pool.submit(self._lower(program).compile)
             self._compiled = {key: future.result() for key, future in futures.items()}
 
     @contextlib.contextmanager

@@ -12,7 +12,14 @@ import jax.numpy as jnp
 
 from jaxserve.config import KV_CACHE_DTYPES
 from jaxserve.device.programs import Program, ProgramTable
-from jaxserve.device.step import embed_tokens, forward_inputs, sample_rows, sampling_rows, select
+from jaxserve.device.step import (
+    Sampled,
+    embed_tokens,
+    forward_inputs,
+    sample_rows,
+    sampling_rows,
+    select,
+)
 from jaxserve.model.kv_scales import KVScales
 from jaxserve.model.registry import ModelFunctions
 from jaxserve.sample.logprobs import top_logprobs
@@ -155,6 +162,7 @@ class StepShapes:
                 key=("sample", num_rows),
                 function=functools.partial(sample_rows, self.model),
                 arguments=(self.model.head_params(self.model.abstract_params), hidden, rows),
+                returns=(Sampled,),
             ),
             Program(
                 key=("candidates", num_rows),

@@ -232,6 +232,10 @@ def test_engine_flags_reach_the_config():
             "--no-enable-prefix-caching",
             "--eviction=lfu",
             "--host-kv-gib=0.5",
+            "--no-async-scheduling",
+            "--num-decode-steps=4",
+            "--token-buckets=1,8,512",
+            "--row-buckets=4,32",
         ],
         values,
     )
@@ -246,6 +250,10 @@ def test_engine_flags_reach_the_config():
         max_num_partial_prefills=3,
         target_itl_s=0.05,
         preemption_mode="swap",
+        async_scheduling=False,
+        num_decode_steps=4,
+        token_buckets=(1, 8, 512),
+        row_buckets=(4, 32),
     )
     assert not config.cache.enable_prefix_caching
     assert config.cache.eviction == "lfu"
