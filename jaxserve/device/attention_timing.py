@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxserve.device.choices import resolve_dtype
+from jaxserve.device.dtypes import resolve_dtype
 from jaxserve.errors import ConfigError
 from jaxserve.plan.roofline import num_pairs
 from pallas_kernels import dispatch

@@ -173,7 +173,7 @@ def test_help_lists_this_commands_flags_only():
 
 def test_help_says_what_ships_and_what_bounds_the_pool():
     text = " ".join(help_text(USAGE, run_flags()).split())
-    assert "--attention_backend: reference, xla, gpu or tpu; auto" in text
+    assert "--attention_backend: reference, xla, cpu, gpu or tpu; auto" in text
     assert "On CPU the pool that this makes is at most 2 GiB" in text
 
 
