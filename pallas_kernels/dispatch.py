@@ -79,7 +79,7 @@ BACKENDS = {
         dtypes=("float32",),
         kv_dtypes=("float32",),
         head_dims=tuple(range(16, 257, 16)),
-        custom_calls=("jaxserve_ragged_paged_attention",),
+        custom_calls=load.TARGETS,
     ),
     "gpu": Backend(
         name="gpu",

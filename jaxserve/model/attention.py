@@ -52,6 +52,11 @@ class AttentionKernel:
     axis: str = "model"
 
     @property
+    def is_native(self) -> bool:
+        """Whether it is the C++ kernel of one device, which others of C++ may go with."""
+        return self.backend == "cpu" and self.mesh is None
+
+    @property
     def attend(self) -> Callable[..., Any]:
         """`ragged_paged_attention`, on every device of the mesh where there is one."""
         if self.mesh is None:

@@ -48,8 +48,9 @@ class LlamaBlock(nnx.Module):
 class LlamaHead(nnx.Module):
     """Final norm and head; the head is the embedding itself where the config ties them."""
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype):
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, kernel: AttentionKernel):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.is_native = kernel.is_native
         if config.tie_word_embeddings:
             self.embed = Embedding(config.vocab_size, config.hidden_size, dtype)
         else:
@@ -59,7 +60,7 @@ class LlamaHead(nnx.Module):
         """Logits f32[R, V] of hidden rows [R, E]."""
         normed = self.norm(hidden)
         if hasattr(self, "embed"):
-            return self.embed.attend(normed)
+            return self.embed.attend(normed, is_native=self.is_native)
         return self.lm_head(normed).astype(jnp.float32)
 
 
@@ -74,5 +75,5 @@ def llama_parts(config: ModelConfig, dtype: jnp.dtype, kernel: AttentionKernel) 
     return ModelParts(
         embed=lambda: Embedding(config.vocab_size, config.hidden_size, dtype),
         block=lambda: LlamaBlock(config, dtype, kernel),
-        head=lambda: LlamaHead(config, dtype),
+        head=lambda: LlamaHead(config, dtype, kernel),
     )

@@ -21,7 +21,11 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 PACKAGE_ROOT = HERE.parent.parent  # C++ includes begin at pallas_kernels/
-SOURCES = (HERE.parent / "ragged_paged_attention" / "cpu.cc", HERE / "lazy_zeros.cc")
+SOURCES = (
+    HERE.parent / "ragged_paged_attention" / "cpu.cc",
+    HERE.parent / "tied_head" / "cpu.cc",
+    HERE / "lazy_zeros.cc",
+)
 # Machine -> levels, the best first: (name, flags, what /proc/cpuinfo must list). "baseline" always runs.
 X86_V3 = ("avx2", "fma", "bmi1", "bmi2", "f16c", "movbe")
 X86_V4 = (*X86_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
