@@ -79,6 +79,11 @@ class DeviceExecutor:
         }
 
     @property
+    def programs(self) -> ProgramTable:
+        """What steps call; for profiles."""
+        return self._programs
+
+    @property
     def costs(self) -> StepCosts:
         """As measured by `warm_up`; page_move_s is infinite where there are no host pages.
 

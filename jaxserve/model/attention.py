@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxserve.model.kv_scales import KVScales
-from jaxserve.model.layers import Linear
+from jaxserve.model.layers import Linear, project
 from jaxserve.model.rope import rotate
 from jaxserve.model.sharding import over_heads
 from jaxserve.model_config import ModelConfig
@@ -103,10 +103,12 @@ class Attention(nnx.Module):
         def heads(y: jax.Array) -> jax.Array:
             return y.reshape(y.shape[0], -1, self.head_dim)
 
+        is_native = self.kernel.is_native
+        q, k, v = project(x, [self.q, self.k, self.v], is_native=is_native)
         out, kv, _ = self.kernel.attend(
-            rotate(heads(self.q(x)), cos, sin),
-            rotate(heads(self.k(x)), cos, sin),
-            heads(self.v(x)),
+            rotate(heads(q), cos, sin),
+            rotate(heads(k), cos, sin),
+            heads(v),
             kv,
             rows.kv_lens,
             rows.page_table,
@@ -119,4 +121,5 @@ class Attention(nnx.Module):
             backend=self.kernel.backend,
             interpret=self.kernel.interpret or None,
         )
-        return self.o(out.reshape(out.shape[0], -1)), kv
+        (mixed,) = project(out.reshape(out.shape[0], -1), [self.o], is_native=is_native)
+        return mixed, kv

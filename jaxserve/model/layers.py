@@ -1,13 +1,17 @@
 """The layers that any Llama-like model is made of.
 
-`linear` is the one projection; weights are plain arrays in it.
+`linear` is the one projection; weights are plain arrays in it. `project` makes several at once, and
+in C++ where that is faster.
 """
+
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.dense.cpu import ROWS, dense
 from pallas_kernels.tied_head.cpu import tied_head
 
 # float32 means float32: TPU and GPU would silently use fewer bits. bfloat16 operands are not affected.
@@ -42,6 +46,29 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "T I"]) -> Float[Array, "T O"]:
         return linear(x, self.kernel[...], None if self.bias is None else self.bias[...])
+
+
+def project(
+    x: Float[Array, "T I"], layers: Sequence[Linear], *, is_native: bool
+) -> list[Float[Array, "T _"]]:
+    """Several projections of the same rows.
+
+    Args:
+        x: [T, in].
+        layers: the projections.
+        is_native: weights are float32 on a CPU that has the C++ kernels: they serve, as one call,
+            the numbers of rows that they are made for.
+
+    Returns:
+        [T, out] of each layer.
+    """
+    if not is_native or x.shape[0] not in ROWS:
+        return [layer(x) for layer in layers]
+    found = dense(x, [layer.kernel[...] for layer in layers])
+    return [
+        y if layer.bias is None else y + layer.bias[...][None, :]
+        for y, layer in zip(found, layers, strict=True)
+    ]
 
 
 class RMSNorm(nnx.Module):
@@ -89,10 +116,21 @@ class Embedding(nnx.Module):
 class MLP(nnx.Module):
     """SwiGLU: down(silu(gate(x)) * up(x)). Source: Shazeer 2020."""
 
-    def __init__(self, hidden_size: int, inner_size: int, dtype: jnp.dtype, *, use_bias: bool):
+    def __init__(
+        self,
+        hidden_size: int,
+        inner_size: int,
+        dtype: jnp.dtype,
+        *,
+        use_bias: bool,
+        is_native: bool = False,
+    ):
         self.gate = Linear(hidden_size, inner_size, dtype, use_bias=use_bias)
         self.up = Linear(hidden_size, inner_size, dtype, use_bias=use_bias)
         self.down = Linear(inner_size, hidden_size, dtype, use_bias=use_bias)
+        self.is_native = is_native
 
     def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+        gate, up = project(x, [self.gate, self.up], is_native=self.is_native)
+        (out,) = project(jax.nn.silu(gate) * up, [self.down], is_native=self.is_native)
+        return out

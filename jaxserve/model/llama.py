@@ -36,7 +36,11 @@ class LlamaBlock(nnx.Module):
         self.attn = Attention(config, dtype, kernel)
         self.post_attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.mlp = MLP(
-            config.hidden_size, config.intermediate_size, dtype, use_bias=config.mlp_bias
+            config.hidden_size,
+            config.intermediate_size,
+            dtype,
+            use_bias=config.mlp_bias,
+            is_native=kernel.is_native,
         )
 
     def __call__(self, x, cos, sin, rows: PagedRows, kv: KVPages, scales: KVScales | None):

@@ -3,9 +3,10 @@
 Order: temperature, then top_k, top_p and min_p, each on what the one before it left. Rows never
 affect each other: every row has its own key, folded with its output position, and a row's result
 does not depend on which branch the other rows made the batch take. What no row asks for costs
-nothing: greedy batches draw no noise, and batches without top_k and top_p sort nothing.
+nothing: greedy batches draw no noise, and batches without top_k and top_p search nothing.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -37,7 +38,7 @@ def sample(logits: Float[Array, "R V"], rows: SamplingRows) -> Int[Array, " R"]:
         i32[R]: the argmax where temperature is 0, else a draw that depends on the row's logits,
         parameters, seed and output position alone.
     """
-    greedy = jnp.argmax(logits, axis=1).astype(jnp.int32)
+    greedy = _argmax(logits)
     is_greedy = rows.temperature <= 0
 
     def draw(logits: jax.Array) -> jax.Array:
@@ -48,10 +49,20 @@ def sample(logits: Float[Array, "R V"], rows: SamplingRows) -> Int[Array, " R"]:
         noise = jax.vmap(_gumbel, in_axes=(0, 0, None))(
             rows.seeds, rows.output_positions, logits.shape[1]
         )
-        drawn = jnp.argmax(jnp.where(kept, scaled + noise, NEVER), axis=1)
-        return jnp.where(is_greedy, greedy, drawn.astype(jnp.int32))
+        return jnp.where(is_greedy, greedy, _argmax(jnp.where(kept, scaled + noise, NEVER)))
 
     return jax.lax.cond(jnp.all(is_greedy), lambda _: greedy, draw, logits)
+
+
+def _argmax(values: Float[Array, "R V"]) -> Int[Array, " R"]:
+    """The first of each row's largest, in [0, V) also where values are NaN.
+
+    As two reductions, which XLA's CPU backend makes of vectors; `jnp.argmax` it does not.
+    """
+    largest = jnp.max(values, axis=1, keepdims=True)
+    ids = jnp.arange(values.shape[1], dtype=jnp.int32)[None, :]
+    first = jnp.min(jnp.where(values == largest, ids, values.shape[1]), axis=1)
+    return jnp.minimum(first, values.shape[1] - 1)
 
 
 def _gumbel(seed: UInt32[Array, " 2"], position: Int[Array, ""], size: int) -> Float[Array, " V"]:
@@ -76,10 +87,9 @@ def keep_mask(
     Returns:
         bool[R, V].
     """
-    needs_sort = jnp.any((top_k > 0) | (top_p < 1))
     floor = jax.lax.cond(
-        needs_sort,
-        _sorted_floor,
+        jnp.any((top_k > 0) | (top_p < 1)),
+        _floor,
         lambda scaled, *_: jnp.full(scaled.shape[0], -jnp.inf, scaled.dtype),
         scaled,
         top_k,
@@ -91,22 +101,58 @@ def keep_mask(
     return scaled >= jnp.minimum(jnp.maximum(floor, min_p_floor), top)[:, None]
 
 
-def _sorted_floor(
+def _floor(
     scaled: Float[Array, "R V"], top_k: Int[Array, " R"], top_p: Float[Array, " R"]
 ) -> Float[Array, " R"]:
     """The smallest logit that top_k and then top_p leave, per row; -inf for rows that ask for
     neither.
+
+    Nothing is sorted: how far below the largest logit a token may lie is searched bit by bit, which
+    reads the logits 31 times and takes a tenth of the time of a sort on CPU.
     """
     vocab_size = scaled.shape[1]
-    descending = -jnp.sort(-scaled, axis=1)
+    # Floats from 0 up are ordered as their bits are.
+    depths = jax.lax.bitcast_convert_type(jnp.abs(scaled), jnp.int32)
     count = jnp.where(top_k > 0, jnp.minimum(top_k, vocab_size), vocab_size)  # i32[R]
-    rank = jnp.arange(vocab_size, dtype=jnp.int32)
-    by_k = jnp.take_along_axis(descending, (count - 1)[:, None], axis=1)[:, 0]
-    probs = jax.nn.softmax(jnp.where(rank[None, :] < count[:, None], descending, NEVER), axis=1)
-    # A token stays while the mass before it is below top_p: the smallest set that reaches it.
-    before = jnp.cumsum(probs, axis=1) - probs
-    num_kept = jnp.sum((before < top_p[:, None]).astype(jnp.int32), axis=1)
-    num_kept = jnp.clip(num_kept, 1, count)
-    by_p = jnp.take_along_axis(descending, (num_kept - 1)[:, None], axis=1)[:, 0]
-    floor = jnp.where(top_p < 1, by_p, by_k)
+
+    def within(depth: jax.Array) -> jax.Array:
+        return depths <= depth[:, None]
+
+    def search_k() -> jax.Array:
+        return _smallest_depth(
+            lambda depth: jnp.sum(within(depth).astype(jnp.int32), axis=1) >= count, len(count)
+        )
+
+    def search_p(by_k: jax.Array) -> jax.Array:
+        weights = jnp.exp(scaled)
+        above = depths < by_k[:, None]
+        # Of equals in the last place, only as many weigh as top_k has room for.
+        num_last = count - jnp.sum(above.astype(jnp.int32), axis=1)
+        last = jnp.exp(-jax.lax.bitcast_convert_type(by_k, jnp.float32))
+        total = jnp.sum(jnp.where(above, weights, 0.0), axis=1)
+        total = total + jnp.where(num_last > 0, num_last.astype(jnp.float32) * last, 0.0)
+        # The smallest set whose mass reaches top_p.
+        by_p = _smallest_depth(
+            lambda depth: jnp.sum(jnp.where(within(depth), weights, 0.0), axis=1) >= top_p * total,
+            len(count),
+        )
+        return jnp.where(top_p < 1, jnp.minimum(by_p, by_k), by_k)
+
+    by_k = jax.lax.cond(jnp.any(top_k > 0), search_k, lambda: jnp.max(depths, axis=1))
+    deepest = jax.lax.cond(jnp.any(top_p < 1), search_p, lambda by_k: by_k, by_k)
+    floor = -jax.lax.bitcast_convert_type(deepest, jnp.float32)
     return jnp.where((top_k > 0) | (top_p < 1), floor, -jnp.inf)
+
+
+def _smallest_depth(reaches: Callable[[jax.Array], jax.Array], num_rows: int) -> jax.Array:
+    """i32[R], the smallest number from 0 up at which `reaches`, monotonous, is true for a row."""
+
+    def halve(_, bounds):
+        low, high = bounds
+        middle = low + (high - low) // 2
+        reached = reaches(middle)
+        return jnp.where(reached, low, middle + 1), jnp.where(reached, middle, high)
+
+    low = jnp.zeros(num_rows, jnp.int32)
+    high = jnp.full(num_rows, jnp.iinfo(jnp.int32).max, jnp.int32)
+    return jax.lax.fori_loop(0, 31, halve, (low, high))[1]

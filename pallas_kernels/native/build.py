@@ -23,6 +23,7 @@ HERE = Path(__file__).resolve().parent
 PACKAGE_ROOT = HERE.parent.parent  # C++ includes begin at pallas_kernels/
 SOURCES = (
     HERE.parent / "ragged_paged_attention" / "cpu.cc",
+    HERE.parent / "dense" / "cpu.cc",
     HERE.parent / "tied_head" / "cpu.cc",
     HERE / "lazy_zeros.cc",
 )

@@ -64,6 +64,38 @@ def test_filters_keep_the_same_in_any_vocabulary_order():
     assert sorted(order[kept(top_k=3, top_p=0.7, probs=PROBS[order])].tolist()) == [0, 1]
 
 
+def sorted_mask(logits: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
+    """What top_k and then top_p keep of one row, in float64 and by a full sort."""
+    descending = -np.sort(-logits.astype(np.float64))
+    count = min(top_k, len(logits)) or len(logits)
+    probs = np.exp(descending[:count])
+    mass = np.cumsum(probs) / probs.sum()
+    num_kept = count if top_p == 1 else 1 + int(np.count_nonzero(mass[:-1] < top_p))
+    return logits >= descending[num_kept - 1]
+
+
+def test_a_search_keeps_what_a_sort_would_with_ties_and_without():
+    rng = np.random.default_rng(5)
+    logits = (rng.normal(size=(48, 997)) * rng.choice([0.1, 1, 30], (48, 1))).astype(np.float32)
+    logits[::2] = np.round(2 * logits[::2]) / 2
+    logits -= logits.max(axis=1, keepdims=True)
+    top_k = rng.choice([0, 1, 5, 40, 997, 1100], 48).astype(np.int32)
+    top_p = rng.choice([1, 0.1, 0.5, 0.9, 1e-6], 48).astype(np.float32)
+    found = np.asarray(KEEP(logits, top_k, top_p, np.zeros(48, np.float32)))
+    for row, mask in enumerate(found):
+        expected = sorted_mask(logits[row], int(top_k[row]), float(top_p[row]))
+        assert np.array_equal(mask, expected), (row, top_k[row], top_p[row])
+    assert len(set(found.sum(axis=1).tolist())) > 10  # a mask of all or of one would not do
+
+
+def test_equals_go_to_the_lowest_id_and_nan_to_one_of_the_vocabulary():
+    logits = jnp.array([[1.0, 3.0, 3.0], [jnp.nan] * 3, [0.0, jnp.nan, jnp.inf]])
+    assert int(SAMPLE(logits, rows(3, temperature=0.0))[0]) == 1
+    for temperature in (0.0, 1.0):
+        ids = np.asarray(SAMPLE(logits, rows(3, temperature=temperature, top_p=0.5, top_k=2)))
+        assert ((ids >= 0) & (ids < 3)).all()
+
+
 def test_draws_follow_the_probabilities():
     n = 20_000
     logits = jnp.broadcast_to(jnp.log(jnp.asarray(PROBS, jnp.float32)), (n, 5))
