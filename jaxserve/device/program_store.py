@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import flatbuffers  # noqa: F401 - jax.export needs it to write, and does not bring it along
 import jax
 import jax.export
 
