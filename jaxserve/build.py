@@ -127,7 +127,8 @@ def build_engine(config: EngineConfig, loaded: LoadedModel) -> tuple[Engine, Sta
     begin = time.monotonic()
     max_model_len = _resolve_max_model_len(config, loaded.config)
     shapes, explanation = _choose_shapes(config, loaded.config, max_model_len)
-    params = put_params(loaded.params, shapes.model.abstract_params)
+    model = shapes.model
+    params = put_params(loaded.params, model.abstract_params, join=model.joins)
     kv_scales = _kv_scales(config, loaded, params, shapes.dtype)
     load_s = loaded.load_s + time.monotonic() - begin
 
