@@ -4,6 +4,8 @@ block, head.
 params   {"embed": {"embedding"}, "layers": {0: {"input_norm", "attn", "post_attn_norm", "mlp"},
 ...},
           "norm": {"scale"}, "lm_head": {"kernel"} unless tied}
+
+That is the form in which params are given; on their way to the device a layer's may be joined (`joined`).
 """
 
 from collections.abc import Callable
