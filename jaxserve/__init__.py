@@ -7,13 +7,14 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jaxserve.build import LoadedModel, build_engine, load_model
+    from jaxserve.build import build_engine
     from jaxserve.config import CacheConfig, EngineConfig, SchedulerConfig
     from jaxserve.engine import Engine
     from jaxserve.llm import LLM
     from jaxserve.model_config import ModelConfig
     from jaxserve.request import Request, RequestOutput
     from jaxserve.sampling_params import BeamParams, SamplingParams
+    from jaxserve.weights.load_model import LoadedModel, load_model
 
 __version__ = "0.1.0"
 
@@ -23,14 +24,14 @@ _HOME_OF = {
     "Engine": "jaxserve.engine",
     "EngineConfig": "jaxserve.config",
     "LLM": "jaxserve.llm",
-    "LoadedModel": "jaxserve.build",
+    "LoadedModel": "jaxserve.weights.load_model",
     "ModelConfig": "jaxserve.model_config",
     "Request": "jaxserve.request",
     "RequestOutput": "jaxserve.request",
     "SamplingParams": "jaxserve.sampling_params",
     "SchedulerConfig": "jaxserve.config",
     "build_engine": "jaxserve.build",
-    "load_model": "jaxserve.build",
+    "load_model": "jaxserve.weights.load_model",
 }
 __all__ = [
     "LLM",

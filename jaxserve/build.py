@@ -9,7 +9,8 @@ import dataclasses
 import logging
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxserve.config import EngineConfig
+from jaxserve.config import EngineConfig, SchedulerConfig
 from jaxserve.device.calibration import find_kv_scales
 from jaxserve.device.calibration_text import calibration_ids
 from jaxserve.device.choices import (
@@ -25,88 +26,41 @@ from jaxserve.device.choices import (
     choose_pool_size,
     layers_per_program,
     resolve_attention,
-    resolve_dtype,
-    resolve_kv_dtype,
 )
+from jaxserve.device.dtypes import resolve_dtype, resolve_kv_dtype
 from jaxserve.device.executor import DeviceExecutor
 from jaxserve.device.params import put_params
+from jaxserve.device.program_identity import identity
+from jaxserve.device.program_store import ProgramStore
+from jaxserve.device.programs import Program, lower_traced
 from jaxserve.device.step_shapes import StepShapes
 from jaxserve.engine import Engine
 from jaxserve.errors import ConfigError
-from jaxserve.model.kv_scales import GivenKVScales, KVScales
+from jaxserve.model.kv_scales import KVScales
 from jaxserve.model.registry import Params, build_model
 from jaxserve.model_config import ModelConfig
 from jaxserve.plan.capacity import PoolSize
 from jaxserve.schedule.buckets import Buckets
 from jaxserve.schedule.build import build_scheduler
-from jaxserve.text.tokenizer import Tokenizer
-from jaxserve.weights.kv_scales import load_kv_scales
-from jaxserve.weights.loader import load_params, open_checkpoint, resolve_model
+from jaxserve.weights.load_model import LoadedModel, load_model
 from pallas_kernels import dispatch
+from pallas_kernels.native import load as native
 from pallas_kernels.ragged_paged_attention.layout import is_8bit
+
+__all__ = ["LoadedModel", "StartupTimes", "build_engine", "load_model"]
 
 _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadedModel:
-    """A model ready to be served.
-
-    Args:
-        config: shapes and constants.
-        params: nested dict of arrays as `model.llama` describes it; numpy, or already on the
-            device.
-        tokenizer: None serves token ids only.
-        eos_token_ids: the end set: generation_config, config and tokenizer together.
-        kv_scales: scales for an 8-bit KV cache; what is None is calibrated. Float pages read none.
-        load_s: seconds it took to load.
-    """
-
-    config: ModelConfig
-    params: Params
-    tokenizer: Tokenizer | None = None
-    eos_token_ids: Iterable[int] = ()
-    kv_scales: GivenKVScales | None = None
-    load_s: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
 class StartupTimes:
     """Where the start went, in seconds: reading weights (and calibrating KV scales), compiling,
-    running every program once.
+    running every program once. Importing what those need is in none of them.
     """
 
     load_s: float
     compile_s: float
     warm_s: float
-
-
-def load_model(model: str, config: EngineConfig) -> LoadedModel:
-    """Reads a checkpoint: a directory, a GGUF file, or a fetched name.
-
-    Raises:
-        CheckpointError: not found, damaged, or a model that is not served.
-    """
-    begin = time.monotonic()
-    checkpoint = open_checkpoint(resolve_model(model))
-    tokenizer = None
-    if checkpoint.tokenizer_json is not None:
-        tokenizer = Tokenizer(
-            checkpoint.tokenizer_json, checkpoint.tokenizer_config, checkpoint.chat_template
-        )
-    kv_scales = load_kv_scales(checkpoint, config.cache.kv_cache_dtype)
-    params, model_config = load_params(checkpoint, resolve_dtype(config.dtype))
-    eos_token_ids = set(model_config.eos_token_ids)
-    if tokenizer is not None:
-        eos_token_ids |= set(tokenizer.eos_token_ids)
-    return LoadedModel(
-        config=model_config,
-        params=params,
-        tokenizer=tokenizer,
-        eos_token_ids=sorted(eos_token_ids),
-        kv_scales=kv_scales,
-        load_s=time.monotonic() - begin,
-    )
 
 
 def build_engine(config: EngineConfig, loaded: LoadedModel) -> tuple[Engine, StartupTimes]:
@@ -128,24 +82,28 @@ def build_engine(config: EngineConfig, loaded: LoadedModel) -> tuple[Engine, Sta
     max_model_len = _resolve_max_model_len(config, loaded.config)
     shapes, explanation = _choose_shapes(config, loaded.config, max_model_len)
     model = shapes.model
-    params = put_params(loaded.params, model.abstract_params, join=model.joins)
+    given = loaded.params.result() if isinstance(loaded.params, Future) else loaded.params
+    params = put_params(given, model.abstract_params, join=model.joins)
     kv_scales = _kv_scales(config, loaded, params, shapes.dtype)
     load_s = loaded.load_s + time.monotonic() - begin
 
-    pool = choose_pool_size(config, max_model_len, shapes)
+    lower = _program_store(config, shapes) or lower_traced
+    pool = choose_pool_size(config, max_model_len, shapes, lower)
     shapes = dataclasses.replace(shapes, num_pages=pool.num_pages)
     num_host_pages = choose_host_pages(config, shapes, pool)
+    store = _program_store(config, shapes)
     executor = DeviceExecutor(
         shapes,
         params,
         kv_scales=kv_scales,
         num_host_pages=num_host_pages,
         check_batches=config.check_batches,
+        lower=store or lower_traced,
     )
-    kept = jax.config.jax_compilation_cache_dir
-    again = "" if kept else " (no compilation_cache_dir: at every start)"
-    _LOG.info("compiling %d programs%s", len(executor.list_programs()), again)
+    _LOG.info("preparing %s", _count_programs(executor.list_programs(), store))
     executor.warm_up()
+    if store is not None:
+        store.prune()
     engine = Engine(
         executor=executor,
         scheduler=build_scheduler(
@@ -156,6 +114,7 @@ def build_engine(config: EngineConfig, loaded: LoadedModel) -> tuple[Engine, Sta
             max_model_len=max_model_len,
             num_host_pages=num_host_pages,
             costs=executor.costs,
+            buckets=shapes.buckets,
         ),
         vocab_size=loaded.config.vocab_size,
         max_model_len=max_model_len,
@@ -174,7 +133,7 @@ def _choose_shapes(
     """(what will be compiled, but for the size of the pool; why that attention backend)."""
     dtype = resolve_dtype(config.dtype)
     kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, dtype)
-    buckets = _resolve_buckets(config)
+    buckets = _resolve_buckets(config.scheduler, max_model_len)
     kernel, page_size, explanation = resolve_attention(
         config,
         model,
@@ -231,6 +190,26 @@ def _use_compilation_cache(folder: str | Path) -> None:
     compilation_cache.reset_cache()  # jax looks at the folder once, when it first compiles anything
 
 
+def _program_store(config: EngineConfig, shapes: StepShapes) -> ProgramStore | None:
+    """Where lowered programs are kept; None where no folder was given."""
+    if config.compilation_cache_dir is None or shapes.model.kernel.interpret:
+        return None  # an interpreter calls back into this process, which no file can hold
+    if native.missing() is None:
+        native.register()  # tracing does it too, but kept programs are not traced
+    folder = Path(config.compilation_cache_dir).expanduser() / "programs"
+    return ProgramStore(folder, identity(shapes), native.TARGETS)
+
+
+def _count_programs(programs: Sequence[Program], store: ProgramStore | None) -> str:
+    """How many there are, and how many of them an earlier start left behind."""
+    if store is not None:
+        return f"{len(programs)} programs, {store.count(programs)} of them from an earlier start"
+    kept = jax.config.jax_compilation_cache_dir
+    return (
+        f"{len(programs)} programs{'' if kept else ' (no compilation_cache_dir: at every start)'}"
+    )
+
+
 def _resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     limit = model.max_position_embeddings
     asked = config.max_model_len
@@ -241,10 +220,17 @@ def _resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     return asked or limit
 
 
-def _resolve_buckets(config: EngineConfig) -> Buckets:
-    asked = config.scheduler
+def _resolve_buckets(asked: SchedulerConfig, max_model_len: int) -> Buckets:
+    """The ladders; what no step can fill is not compiled."""
+    max_num_batched_tokens = asked.max_num_batched_tokens
+    if asked.token_buckets is None:
+        most = asked.max_num_seqs * max_model_len  # every sequence with all of its context
+        max_num_batched_tokens = min(max_num_batched_tokens, most)
     buckets = Buckets.make(
-        max_num_seqs=asked.max_num_seqs, max_num_batched_tokens=asked.max_num_batched_tokens
+        max_num_seqs=asked.max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        tokens=asked.token_buckets,
+        rows=asked.row_buckets,
     )
     if buckets.max_num_seqs < asked.max_num_seqs:
         _LOG.warning(

@@ -7,8 +7,9 @@ never written back here.
 
 import dataclasses
 import difflib
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -61,6 +62,24 @@ def _check_positive(
     if not is_positive and not (or_zero and is_number and value == 0):
         limits = f"{'[' if or_zero else '('}0, {high}{')' if high == math.inf else ']'}"
         raise ConfigError(f"{name} must be a number in {limits}, got {shown(value)}")
+
+
+def _ladder(name: str, value: object, limit_name: str, limit: int) -> tuple[int, ...]:
+    """The rungs as a tuple, if they climb to the limit."""
+    rungs = tuple(value) if isinstance(value, list | tuple) else ()
+    are_counts = all(isinstance(rung, int) and not isinstance(rung, bool) for rung in rungs)
+    if (
+        not rungs
+        or not are_counts
+        or rungs[0] < 1
+        or any(low >= high for low, high in itertools.pairwise(rungs))
+        or rungs[-1] != limit
+    ):
+        raise ConfigError(
+            f"{name} must be ascending integers from 1 up that end with {limit_name}, {limit}; "
+            f"got {shown(value)}"
+        )
+    return rungs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +159,11 @@ class SchedulerConfig:
         num_decode_steps: when every running sequence decodes and nobody waits, compute so many
             tokens of each before the host looks at them. More hides a slow host; outputs come in
             bursts, and what a sequence computes behind its end is lost.
+        token_buckets: the numbers of tokens that a step may be padded to, ascending, the last
+            max_num_batched_tokens; each is a few programs to compile. None = powers of two.
+            `jaxserve buckets` proposes some for a workload.
+        row_buckets: the same for the rows of a step that are sampled; the last is max_num_seqs, or
+            max_num_batched_tokens where that is smaller.
 
     Raises:
         ConfigError: a value outside its range.
@@ -155,6 +179,8 @@ class SchedulerConfig:
     preemption_mode: str = "auto"
     async_scheduling: bool = True
     num_decode_steps: int = 1
+    token_buckets: Sequence[int] | None = None
+    row_buckets: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         _check_int("max_num_seqs", self.max_num_seqs, 1, 4096)
@@ -168,6 +194,14 @@ class SchedulerConfig:
         _check_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
         _check_bool("async_scheduling", self.async_scheduling)
         _check_int("num_decode_steps", self.num_decode_steps, 1, 1024)
+        limits = {
+            "token_buckets": ("max_num_batched_tokens", self.max_num_batched_tokens),
+            "row_buckets": ("max_num_seqs", min(self.max_num_seqs, self.max_num_batched_tokens)),
+        }
+        for name, (limit_name, limit) in limits.items():
+            if getattr(self, name) is not None:  # a tuple, so that the settings stay frozen
+                rungs = _ladder(name, getattr(self, name), limit_name, limit)
+                object.__setattr__(self, name, rungs)
 
 
 @dataclass(frozen=True, kw_only=True)

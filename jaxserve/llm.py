@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from numbers import Integral
+from typing import TYPE_CHECKING
 
-from jaxserve.build import StartupTimes, build_engine, load_model
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
 from jaxserve.errors import InvalidRequestError, shown
@@ -21,6 +21,10 @@ from jaxserve.request import CacheSalt, Request, RequestOutput, merge_outputs
 from jaxserve.sampling_params import BeamParams, SamplingParams
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.text.watcher import StopWatcher, TokenWatcher
+from jaxserve.weights.load_model import load_model
+
+if TYPE_CHECKING:
+    from jaxserve.build import StartupTimes
 
 Prompt = str | Sequence[int]
 Message = dict[str, object]
@@ -41,7 +45,9 @@ class LLM:
 
     def __init__(self, model: str, **options: object):
         config = EngineConfig.from_options(options)
-        loaded = load_model(model, config)
+        loaded = load_model(model, config, wait=False)
+        from jaxserve.build import build_engine  # half a second of imports, while weights are read
+
         self.engine: Engine
         self.startup: StartupTimes
         self.engine, self.startup = build_engine(config, loaded)

@@ -91,6 +91,8 @@ class EngineStats:
     page_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    token_buckets: tuple[int, ...]  # the ladders
+    row_buckets: tuple[int, ...]
     max_model_len: int
     attention_backend: str
     attention_interpret: bool
@@ -166,6 +168,8 @@ GROUPS = {
         "page_size",
         "max_num_seqs",
         "max_num_batched_tokens",
+        "token_buckets",
+        "row_buckets",
         "max_model_len",
         "attention_backend",
         "attention_interpret",

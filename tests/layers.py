@@ -84,7 +84,7 @@ ALLOWED_IN = {
     "jax._src": ("pallas_kernels.compat",),
     "flax": ("jaxserve.model",),
     "absl": ("jaxserve.cli", "jaxserve.__main__", "scripts"),
-    **dict.fromkeys(HTTP, ("jaxserve.server", "jaxserve.cluster")),
+    **dict.fromkeys(HTTP, ("jaxserve.server", "jaxserve.cluster", "scripts.peers")),
     # Formats that run code, frameworks of others, and the tests: nowhere.
     **dict.fromkeys(
         ("pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"), ()

@@ -9,9 +9,13 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxserve import EngineConfig, build_engine, load_model
+from jaxserve import EngineConfig, SamplingParams, build_engine, load_model
+from jaxserve.build import _resolve_buckets
+from jaxserve.config import SchedulerConfig
+from jaxserve.device import program_identity
 from jaxserve.errors import ConfigError
 from jaxserve.llm import LLM
+from jaxserve.model.registry import ModelFunctions
 from tests.llms import TINY
 
 SMALL = {"max_num_seqs": 1, "max_num_batched_tokens": 4, "max_model_len": 32, "num_pages": 4}
@@ -101,14 +105,74 @@ def test_a_cache_folder_that_cannot_be_used_is_said_in_one_line(tmp_path, caplog
     assert "\n" not in record.message
 
 
-def test_a_cache_folder_is_used(tmp_path):
+@pytest.fixture
+def own_cache_dir(tmp_path):
+    """A folder for compiled programs; what the run uses comes back afterwards."""
     before = jax.config.jax_compilation_cache_dir
-    try:
-        LLM(str(TINY), compilation_cache_dir=tmp_path / "new", **SMALL)
-        assert any((tmp_path / "new").iterdir())
-    finally:
-        jax.config.update("jax_compilation_cache_dir", before)
-        compilation_cache.reset_cache()
+    yield tmp_path / "new"
+    jax.config.update("jax_compilation_cache_dir", before)
+    compilation_cache.reset_cache()
+
+
+class Work:
+    """How often functions of the model are traced and programs compiled, from its creation on."""
+
+    def __init__(self, monkeypatch):
+        self.num_traced = self.num_compiled = 0
+        for name in ("embed", "layers", "logits"):
+            monkeypatch.setattr(ModelFunctions, name, self._counted(getattr(ModelFunctions, name)))
+        jax.monitoring.register_event_listener(self._on_event)
+
+    def _counted(self, function):
+        def counted(*arguments):
+            self.num_traced += 1
+            return function(*arguments)
+
+        return counted
+
+    def _on_event(self, event, **kwargs):
+        self.num_compiled += event == "/jax/compilation_cache/cache_misses"
+
+    def of_a_start(self, folder, **changes):
+        """(functions traced, programs compiled, greedy tokens) of one start in this folder."""
+        jax.clear_caches()  # as in a process of its own
+        self.num_traced = self.num_compiled = 0
+        llm = LLM(str(TINY), compilation_cache_dir=folder, **(SMALL | changes))
+        (output,) = llm.generate([[3, 5, 9]], SamplingParams(max_tokens=5, temperature=0))
+        return self.num_traced, self.num_compiled, output.outputs[0].token_ids
+
+
+def test_a_second_start_traces_nothing_and_compiles_nothing(own_cache_dir, monkeypatch):
+    work = Work(monkeypatch)
+    num_traced, num_compiled, token_ids = work.of_a_start(own_cache_dir)
+    assert num_traced > 0
+    assert num_compiled > 0
+    assert work.of_a_start(own_cache_dir) == (0, 0, token_ids)
+    # Controls: what may change a program makes it anew.
+    assert work.of_a_start(own_cache_dir, num_pages=5)[:2] > (0, 0)
+    monkeypatch.setattr(program_identity, "version", lambda name: f"{name} 99")
+    num_traced, num_compiled, _ = work.of_a_start(own_cache_dir)
+    assert num_traced > 0
+    assert num_compiled == 0  # the same programs came out of it
+
+
+def test_ladders_of_ones_own_are_compiled_and_no_more():
+    llm = LLM(str(TINY), token_buckets=(3, 4), **SMALL)
+    stats = llm.engine.stats()
+    assert (stats.token_buckets, stats.row_buckets) == ((3, 4), (1,))
+    params = SamplingParams(max_tokens=3, temperature=0)
+    (output,) = llm.generate([[3, 5, 9, 7, 2]], params)
+    assert len(output.outputs[0].token_ids) == 3
+    num_programs = llm.engine.executor.description["num_programs"]
+    assert num_programs == 3 * len(stats.token_buckets) + 2 + 2 + 1
+
+
+def test_steps_that_cannot_be_are_not_compiled():
+    asked = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=512)
+    assert _resolve_buckets(asked, max_model_len=24).tokens == (1, 2, 4, 8, 16, 32, 48)
+    assert _resolve_buckets(asked, max_model_len=512).tokens[-1] == 512
+    given = SchedulerConfig(max_num_seqs=2, token_buckets=(7, 512))
+    assert _resolve_buckets(given, max_model_len=24).tokens == (7, 512)
 
 
 def test_a_budget_below_max_num_seqs_lowers_it_and_says_so(caplog):

@@ -51,12 +51,17 @@ def test_an_undeclared_import_is_found():
     ]
 
 
+# What another library needs for something that we call, and does not require by itself.
+USED_THROUGH = {"flatbuffers": r"\bjax\.export\.export\("}
+
+
 def test_every_dependency_is_imported_somewhere_and_explained():
     everything = "\n".join(MODULES.values())
     architecture = (Path(__file__).parent.parent / "ARCHITECTURE.md").read_text()
     for name in declared():
         module = {"absl-py": "absl"}.get(name, name).replace("-", "_")
-        assert re.search(rf"^\s*(import|from) {module}\b", everything, re.MULTILINE), name
+        used = USED_THROUGH.get(name, rf"^\s*(import|from) {module}\b")
+        assert re.search(used, everything, re.MULTILINE), name
         assert re.search(rf"\| .*\b{re.escape(name)}\b.* \|", architecture.replace("_", "-")), name
 
 

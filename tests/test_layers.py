@@ -43,7 +43,7 @@ def test_the_walk_sees_the_code():
     assert {"jaxserve", "jaxserve.engine", "jaxserve.text.watcher", "pallas_kernels"} <= set(
         MODULES
     )
-    assert {"scripts.bench_attention", "scripts.peers.transformers_static"} <= set(SOURCES)
+    assert {"scripts.bench_peers", "scripts.peers.transformers_worker"} <= set(SOURCES)
 
 
 @pytest.mark.parametrize("module", sorted(SOURCES))

@@ -99,7 +99,6 @@ def test_numpy_numbers_in_sampling_params():
         ({"max_model_len": 4096}, "max_model_len must be at most 2048"),
         ({"attention_backend": "tpu"}, "attention_backend='tpu' runs on tpu, and this is cpu"),
         ({"attention_backend": "gpu"}, "attention_backend='gpu' runs on gpu, and this is cpu"),
-        ({"attention_backend": "cpu"}, "attention_backend='cpu': this version does not ship"),
         (
             {"kv_cache_dtype": "fp8"},
             "kv_cache_dtype must be one of auto, float32, bfloat16, int8, fp8_e4m3, got 'fp8'",

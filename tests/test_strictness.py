@@ -26,6 +26,30 @@ def test_annotations_are_checked(package):
     assert any(finder.should_instrument(f"{package}.anything") for finder in finders)
 
 
+def test_the_package_itself_loads_nothing(repository):
+    """`import jaxserve` is light, and a name of it is loaded when it is used."""
+    code = (
+        "import sys; before = set(sys.modules); import jaxserve; dir(jaxserve); "
+        "print(sorted({m.split('.')[0] for m in set(sys.modules) - before} & {*sys.argv[1:]})); "
+        "print(jaxserve.EngineConfig().seed, 'jax' in sys.modules)"
+    )
+    heavy = ["jax", "flax", "numpy", "tokenizers", "jinja2", "huggingface_hub", "absl", "rich"]
+    arguments = [sys.executable, "-c", code, *heavy]
+    done = subprocess.run(arguments, cwd=repository, capture_output=True, text=True, check=False)
+    assert done.stdout == "[]\n0 False\n", done.stderr
+
+
+def test_weights_are_read_before_the_model_is_imported(repository):
+    """`LLM` starts to read while the slow modules are still to come, and Pallas never is."""
+    code = (
+        "import sys, jaxserve.llm; print({'flax', 'jaxserve.device.executor'} & set(sys.modules)); "
+        "import jaxserve.build; print('jax.experimental.pallas' in sys.modules)"
+    )
+    arguments = [sys.executable, "-c", code]
+    done = subprocess.run(arguments, cwd=repository, capture_output=True, text=True, check=False)
+    assert done.stdout == "set()\nFalse\n", done.stderr
+
+
 def test_the_host_side_loads_without_jax(repository):
     """The control of the layer rule at run time: the brain, the text and the plan need no jax."""
     code = (

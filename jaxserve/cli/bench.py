@@ -1,80 +1,28 @@
-"""`jaxserve bench KIND`: measurements. Each kind is an entry of `KINDS` and prints one JSON object.
+"""`jaxserve bench KIND`: finds the measurement and runs it.
 
-`offline` replays a workload file: every request is submitted at once, and the engine is stepped until
-all are done. All lines must be good, a measurement with holes means nothing.
+Called by `main.py`. Each kind is a module with `main(argv) -> exit code` that prints one JSON object, and
+is imported when it is asked for.
 """
 
 import difflib
-import json
-import logging
-import resource
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import version
-from pathlib import Path
-from typing import Any
+import importlib
+from collections.abc import Sequence
 
-from absl import flags
+from jaxserve.cli.arguments import UsageError
+from jaxserve.cli.standard_streams import write_stdout
 
-from jaxserve import __version__
-from jaxserve.cli.arguments import UsageError, parse_arguments
-from jaxserve.cli.bench_arm import Arm, Counter, build_arm, make_compile_counter
-from jaxserve.cli.flag_types import define_integer
-from jaxserve.cli.flags import (
-    check_engine_options,
-    configure_logging,
-    define_engine,
-    define_general,
-    engine_options,
-    help_text,
-    wants_help,
-)
-from jaxserve.cli.output_files import is_same_file
-from jaxserve.cli.records import EngineRecords, RecordFlags
-from jaxserve.cli.request_line import LineParser, RequestLine
-from jaxserve.cli.run_input import open_input
-from jaxserve.cli.run_output import encode_record
-from jaxserve.cli.scheduling_flags import define_records
-from jaxserve.cli.standard_streams import is_stdout_closed, write_error, write_stdout
-from jaxserve.cli.stop_signals import StopSignals
-from jaxserve.config import SCHEDULING, EngineConfig
-
-USAGE = """\
-usage: jaxserve bench offline --model=DIR|FILE.gguf|NAME --workload=FILE.jsonl [flags]
-
-Submits all requests of the workload at once and prints one JSON object: output_tokens_per_s,
-total_tokens_per_s, wall_s (medians over the repetitions), ttft_s, itl_s and e2el_s (percentiles over
-all requests of all repetitions), compiles_after_warmup, padding_waste (padding tokens / all tokens
-computed), peak_rss_bytes, startup, and what was run; numbers have 6 significant digits. A workload line
-is a line as `jaxserve run` takes it. --scheduling=static,continuous measures both in turns, each with an
-engine of its own, and puts the figures under "arms".
-exit code: 0 measured, 2 could not be measured, 130 or 143 stopped by SIGINT or SIGTERM
-"""
-
-_SIGNIFICANT_DIGITS = 6
-logger = logging.getLogger("jaxserve.cli")
-
-
-def bench_flags() -> flags.FlagValues:
-    """The flags of `bench offline`."""
-    values = flags.FlagValues()
-    group = {"flag_values": values, "module_name": "measurement"}
-    flags.DEFINE_string("workload", None, "JSON lines, as `jaxserve run` takes them.", **group)
-    define_integer("repetitions", 1, "How often to replay it.", lower_bound=1, **group)
-    flags.DEFINE_list(
-        "scheduling",
-        EngineConfig().scheduler.scheduling,
-        f"{' or '.join(SCHEDULING)}, or both with a comma, to measure them in turns.",
-        **group,
-    )
-    flags.DEFINE_string("output", None, "Write the JSON object to this file as well.", **group)
-    flags.DEFINE_string(
-        "outputs", None, "Write id, output_ids and logprobs of each request, JSON lines.", **group
-    )
-    define_engine(values)
-    define_records(values)
-    define_general(values)
-    return values
+# Kind -> (module, what it measures).
+KINDS = {
+    "offline": ("jaxserve.cli.bench_offline", "throughput and latencies of a workload file"),
+    "latency": (
+        "jaxserve.cli.bench_latency",
+        "time to the first token and between tokens at one batch size; where a step's time goes",
+    ),
+    "kernels": (
+        "jaxserve.cli.bench_kernels",
+        "attention backends against each other and against what the machine can do",
+    ),
+}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -88,184 +36,18 @@ def main(argv: Sequence[str]) -> int:
     """
     kind = argv[0] if argv else ""
     if kind in ("--help", "--helpfull", "-h"):
-        write_stdout(help_text(USAGE, bench_flags()) + "\n")
+        write_stdout(_help())
         return 0
     if kind not in KINDS:
         close = difflib.get_close_matches(kind, KINDS, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise UsageError(f"name what to measure, {' or '.join(KINDS)}, before the flags{hint}")
-    return KINDS[kind](argv[1:])
+        raise UsageError(f"name what to measure, {', '.join(KINDS)}, before the flags{hint}")
+    return importlib.import_module(KINDS[kind][0]).main(argv[1:])
 
 
-def offline(argv: Sequence[str]) -> int:
-    """`bench offline`; see USAGE."""
-    values = bench_flags()
-    unexpected = parse_arguments(argv, values)
-    if wants_help(values):
-        write_stdout(help_text(USAGE, values) + "\n")
-        return 0
-    given = values.flag_values_dict()
-    if unexpected:
-        raise UsageError(f"unexpected argument {unexpected[0]!r}")
-    for name in ("model", "workload"):
-        if not given[name]:
-            raise UsageError(f"--{name} is needed")
-    _check_outputs(given)
-    records = _records(given)
-    configure_logging(given["verbosity"])
-    with StopSignals("before the measurement was done") as stop:
-        _measure_and_write(given, engine_options(values), records, stop)
-    return 0
-
-
-def _records(given: dict[str, Any]) -> RecordFlags:
-    """The files that record what the engine does, checked."""
-    taken = {name: given[name] for name in ("workload", "output", "outputs")}
-    records = RecordFlags.from_flags(given, taken)
-    if records.any and len(given["scheduling"]) > 1:
-        raise UsageError("--stats_file and --schedule_log are for one arm of --scheduling")
-    return records
-
-
-def _check_outputs(given: dict[str, Any]) -> None:
-    """Refuses files that would destroy the workload or each other, and a result that nobody would see."""
-    names = [name for name in ("output", "outputs") if given[name]]
-    for name in names:
-        if is_same_file(Path(given[name]), given["workload"]):
-            raise UsageError(f"--{name}={given[name]} is the workload itself")
-    if len(names) == 2 and Path(given["output"]).resolve() == Path(given["outputs"]).resolve():
-        raise UsageError(f"--output and --outputs are the same file, {given['output']}")
-    if is_stdout_closed() and not given["output"]:
-        raise UsageError("cannot write stdout: it is closed; give --output=FILE")
-
-
-def _measure_and_write(
-    given: dict[str, Any], options: dict[str, Any], records: RecordFlags, stop: StopSignals
-) -> None:
-    arms = _arm_options(options)
-    lines = read_workload(given["workload"], seed=given["seed"], logprobs=bool(given["outputs"]))
-    built = [build_arm(given["model"], one) for one in arms]
-    compiles = make_compile_counter()  # after the last engine was built: that compiles too
-    with EngineRecords(records, built[0].llm.engine, given["model"], arms[0]):
-        _measure(built, lines, compiles, given["repetitions"])
-    stop.defer()  # what follows is short, and no file is left half-written
-    result = _rounded(_result(given, lines, built))
-    if given["outputs"]:
-        _write(given["outputs"], b"".join(_output_records(lines, built[0])))
-    text = json.dumps(result, indent=2, allow_nan=False) + "\n"
-    if given["output"]:
-        _write(given["output"], text.encode())
-    write_stdout(text)
-
-
-def _measure(
-    arms: Sequence[Arm], lines: Sequence[RequestLine], compiles: Counter, num_repetitions: int
-) -> None:
-    """Replays the workload on each arm in turn, and says so after each time."""
-    for number in range(1, num_repetitions + 1):
-        for arm in arms:
-            arm.measure(lines, compiles)
-            last = arm.repetitions[-1]
-            logger.info(
-                "repetition %d of %d, %s: %d output tokens in %.2f s (%.1f tokens/s)",
-                number,
-                num_repetitions,
-                arm.options["scheduling"],
-                last.num_output_tokens,
-                last.wall_s,
-                last.num_output_tokens / last.wall_s,
-            )
-
-
-def _rounded(value: Any) -> Any:
-    """The same JSON value, every float in it cut to as many digits as mean anything."""
-    if isinstance(value, float):
-        return float(f"{value:.{_SIGNIFICANT_DIGITS}g}")
-    if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
-    return [_rounded(item) for item in value] if isinstance(value, list) else value
-
-
-def _arm_options(options: dict[str, Any]) -> list[dict[str, object]]:
-    """The engine options of each arm, checked."""
-    arms = [{**options, "scheduling": name} for name in options["scheduling"]]
-    for one in arms:
-        check_engine_options(one)
-    if not arms or len(set(options["scheduling"])) != len(arms):
-        raise UsageError(f"--scheduling must name different arms, got {options['scheduling']}")
-    return arms
-
-
-def read_workload(path: str, *, seed: int, logprobs: bool) -> list[RequestLine]:
-    """The workload's requests.
-
-    Args:
-        path: the file.
-        seed: for lines that sample without a seed of their own.
-        logprobs: ask for logprobs in every line.
-
-    Raises:
-        UsageError: the file cannot be read, is empty, or a line of it is at fault.
-    """
-    sampling = {"logprobs": True} if logprobs else {}
-    parser = LineParser(sampling, seed=seed)
-    lines = [parser.parse(index, data) for index, data in enumerate(_lines(path))]
-    if not lines:
-        raise UsageError(f"--workload={path} holds no requests")
-    for line in lines:
-        if line.error is not None:
-            raise UsageError(f"--workload={path}: line {line.index + 1}: {line.error.message}")
-        if line.params.n > 1:
-            raise UsageError(
-                f"--workload={path}: line {line.index + 1}: n must be 1, got {line.params.n}: what is "
-                "measured is the time between the tokens of one output"
-            )
-    return lines
-
-
-def _lines(path: str) -> Iterator[bytes]:
-    source = open_input(path, flag="--workload").lines
-    while not source.exhausted:
-        line = source.next_line(wait=True)
-        if line is not None:
-            yield line
-
-
-def _result(
-    given: dict[str, Any], lines: Sequence[RequestLine], arms: Sequence[Arm]
-) -> dict[str, Any]:
-    result: dict[str, Any] = {
-        "model": given["model"],
-        "workload": Path(given["workload"]).name,
-        "num_requests": len(lines),
-        "num_repetitions": given["repetitions"],
-        "jaxserve_version": __version__,
-        "jax_version": version("jax"),
-        "peak_rss_bytes": _peak_rss_bytes(),
-    }
-    if len(arms) == 1:
-        return {**result, **arms[0].summary()}
-    return {**result, "arms": {str(arm.options["scheduling"]): arm.summary() for arm in arms}}
-
-
-def _output_records(lines: Sequence[RequestLine], arm: Arm) -> Iterator[bytes]:
-    """What the last repetition generated, one line a request."""
-    for line, timeline in zip(lines, arm.repetitions[-1].timelines, strict=True):
-        output = {"output_ids": timeline.token_ids, "logprobs": timeline.logprobs}
-        line_id = line.index if line.id is None else line.id
-        yield encode_record({"id": line_id, **output})
-
-
-def _peak_rss_bytes() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts KiB
-
-
-def _write(path: str, data: bytes) -> None:
-    try:
-        Path(path).write_bytes(data)
-    except OSError as error:
-        raise write_error(path, error) from None
-
-
-KINDS: dict[str, Callable[[Sequence[str]], int]] = {"offline": offline}
+def _help() -> str:
+    lines = "\n".join(f"  {kind:<10}{text}" for kind, (_, text) in KINDS.items())
+    return (
+        "usage: jaxserve bench KIND [flags]\n       jaxserve bench KIND --help\n\n"
+        f"measures and prints one JSON object:\n{lines}\n"
+    )

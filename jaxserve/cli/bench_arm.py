@@ -1,9 +1,12 @@
-"""Replaying a workload on an engine with a clock beside it, and the figures that come out; used by `bench`.
+"""Replaying a workload on an engine with a clock beside it, and the figures that come out; used by
+`bench offline` and `bench latency`.
 
-Invariant: nothing is timed but submitting and stepping, and each request's tokens carry the time they
-were released at.
+Invariant: nothing is timed but submitting and stepping, each request's tokens carry the time they were
+released at, and no replay finds in the prefix cache what an earlier one computed: each has salts of its
+own.
 """
 
+import dataclasses
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -63,6 +66,25 @@ class Repetition:
         return sum(one.num_prompt_tokens for one in self.timelines)
 
 
+def salted(lines: Sequence[RequestLine], number: int, *, shared: bool = True) -> list[RequestLine]:
+    """The same requests with cache salts that no other `number` has.
+
+    Args:
+        lines: those that had a salt in common have one in common still.
+        number: of the replay.
+        shared: otherwise no two requests have one in common, so that none uses another's pages.
+    """
+    ready = []
+    for index, line in enumerate(lines):
+        salt = line.cache_salt
+        if salt is None or (
+            isinstance(salt, str) and salt
+        ):  # what it must not be is left to be refused
+            salt = f"{number}/{'' if shared else index}/{salt or ''}"
+        ready.append(dataclasses.replace(line, cache_salt=salt))
+    return ready
+
+
 def replay(llm: text_engine.TextEngine, lines: Sequence[RequestLine]) -> Repetition:
     """Submits all requests at once and steps until the last one is done.
 
@@ -100,6 +122,7 @@ class Arm:
         options: what it was made with.
         before: the engine's counters after its warm-up.
         repetitions: what was measured so far.
+        num_replays: how often it was measured, in all.
         num_compiles: programs that were compiled during them.
     """
 
@@ -107,17 +130,23 @@ class Arm:
     options: Mapping[str, object]
     before: EngineStats
     repetitions: list[Repetition] = field(default_factory=list)
+    num_replays: int = 0
     num_compiles: int = 0
 
-    def measure(self, lines: Sequence[RequestLine], compiles: Counter) -> None:
+    def measure(
+        self, lines: Sequence[RequestLine], compiles: Counter, *, share_prefixes: bool = True
+    ) -> None:
         """Replays the workload once more.
 
         Args:
             lines: the workload.
             compiles: a `CompileCounter`, shared by all arms.
+            share_prefixes: False: no request uses pages of another, as without a prefix cache.
         """
+        self.num_replays += 1
+        ready = salted(lines, self.num_replays, shared=share_prefixes)
         before = compiles.count
-        self.repetitions.append(replay(self.llm, lines))
+        self.repetitions.append(replay(self.llm, ready))
         self.num_compiles += compiles.count - before
 
     def summary(self) -> dict[str, Any]:
@@ -142,9 +171,9 @@ class Arm:
             "num_prompt_tokens": first.num_prompt_tokens,
             "num_cached_tokens": sum(one.num_cached_tokens for one in first.timelines),
             "num_output_tokens": first.num_output_tokens,
-            "ttft_s": _distribution([one.release_s[0] for one in timelines if one.release_s]),
-            "itl_s": _distribution(gaps),
-            "e2el_s": _distribution([one.release_s[-1] for one in timelines if one.release_s]),
+            "ttft_s": distribution([one.release_s[0] for one in timelines if one.release_s]),
+            "itl_s": distribution(gaps),
+            "e2el_s": distribution([one.release_s[-1] for one in timelines if one.release_s]),
             "num_steps": stats.num_steps - self.before.num_steps,
             "num_preemptions": stats.num_preemptions - self.before.num_preemptions,
             "compiles_after_warmup": self.num_compiles,
@@ -182,7 +211,7 @@ def make_compile_counter() -> Counter:
     return CompileCounter()
 
 
-def _distribution(values: Sequence[float]) -> dict[str, float | None]:
+def distribution(values: Sequence[float]) -> dict[str, float | None]:
     """Mean and percentiles; None where there is nothing to describe."""
     if not values:
         return {"mean": None, **{f"p{p}": None for p in _PERCENTILES}}

@@ -64,6 +64,18 @@ class IntegersParser(flags.ArgumentParser):
         return "integers"
 
 
+class AutoIntegersParser(IntegersParser):
+    """Integers with commas between them, or "auto" for None: the engine chooses."""
+
+    syntactic_help = 'integers with commas between them, or "auto"'
+
+    def parse(self, argument: str | list[int] | None) -> list[int] | None:
+        return None if argument in (None, "", "auto") else super().parse(argument)
+
+    def flag_type(self) -> str:
+        return "integers or auto"
+
+
 def define_integer(
     name: str,
     default: int | None,
@@ -76,6 +88,11 @@ def define_integer(
     """As `absl.flags.DEFINE_integer`, with a message that says what is wanted."""
     parser = IntegerParser(lower_bound=lower_bound, upper_bound=upper_bound)
     flags.DEFINE(parser, name, default, text, serializer=flags.ArgumentSerializer(), **group)
+
+
+def define_integers(name: str, text: str, **group: Any) -> None:
+    """Integers with commas between them; the default is "auto"."""
+    flags.DEFINE(AutoIntegersParser(), name, None, text, **group)
 
 
 def define_float(name: str, default: float | None, text: str, **group: Any) -> None:

@@ -20,8 +20,13 @@ from jaxserve.errors import JaxserveError
 # Command -> (module with `main(argv) -> exit code`, how it is typed, what it does).
 COMMANDS = {
     "run": ("jaxserve.cli.run", "run", "generate text for prompts, or for the lines of a file"),
-    "bench": ("jaxserve.cli.bench", "bench offline", "measure: replay a workload"),
+    "bench": ("jaxserve.cli.bench", "bench KIND", "measure: offline, latency or kernels"),
     "replay": ("jaxserve.cli.schedule_replay", "replay", "run a schedule log again and compare"),
+    "buckets": (
+        "jaxserve.cli.buckets",
+        "buckets",
+        "propose shapes to compile, from a schedule log",
+    ),
     "simulate": ("jaxserve.cli.simulate", "simulate", "replay a trace on the scheduler alone"),
     "fetch": ("jaxserve.cli.fetch", "fetch NAME", "download a checkpoint by name"),
 }

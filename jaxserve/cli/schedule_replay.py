@@ -79,8 +79,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _replay(model: str, path: str, cache_dir: str) -> int:
-    with _faults_of(path):
-        log = ScheduleLog(_lines(path))
+    with faults_of(path):
+        log = ScheduleLog(read_lines(path))
     header = log.header
     _check_model(model, header)
     options = header.engine_options()
@@ -89,7 +89,7 @@ def _replay(model: str, path: str, cache_dir: str) -> int:
     llm = text_engine.load_llm(model, options)
     _check_engine(llm.engine, header)
     started = time.monotonic()
-    with _faults_of(path):
+    with faults_of(path):
         done = replay(llm.engine.executor, log)
     if done.difference is not None:
         write_stdout(f"{done.difference}\n")
@@ -105,7 +105,7 @@ def _replay(model: str, path: str, cache_dir: str) -> int:
 
 
 @contextmanager
-def _faults_of(path: str) -> Iterator[None]:
+def faults_of(path: str) -> Iterator[None]:
     """What is wrong with a line, said with its file."""
     try:
         yield
@@ -113,7 +113,7 @@ def _faults_of(path: str) -> Iterator[None]:
         raise ScheduleLogError(f"{path}, {error}") from None
 
 
-def _lines(path: str) -> Iterator[bytes]:
+def read_lines(path: str) -> Iterator[bytes]:
     try:
         with open(path, "rb") as stream:
             yield from stream

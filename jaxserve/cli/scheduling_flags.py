@@ -9,7 +9,7 @@ from typing import Any
 
 from absl import flags
 
-from jaxserve.cli.flag_types import define_auto_integer, define_float
+from jaxserve.cli.flag_types import define_auto_integer, define_float, define_integers
 from jaxserve.config import ADMISSION, EVICTION, PREEMPTION_MODES, CacheConfig, SchedulerConfig
 
 _SCHEDULING_GROUP = "scheduling and prefix cache"
@@ -20,6 +20,7 @@ def define_scheduling(flag_values: flags.FlagValues) -> None:
     """Who runs next, and whose pages are kept; but not --scheduling: each command offers its own."""
     group = {"flag_values": flag_values, "module_name": _SCHEDULING_GROUP}
     _define_steps(SchedulerConfig(), group)
+    _define_ladders(group)
     _define_cache(CacheConfig(), group)
 
 
@@ -73,6 +74,20 @@ def _define_steps(default: SchedulerConfig, group: Mapping[str, Any]) -> None:
         "When every request decodes and none waits, compute so many tokens of each before the host "
         "looks at them. More hides a slow host, and makes streams come in bursts.",
         lower_bound=1,
+        **group,
+    )
+
+
+def _define_ladders(group: Mapping[str, Any]) -> None:
+    define_integers(
+        "token_buckets",
+        "The numbers of tokens that a step may be padded to, ascending, the last "
+        "--max_num_batched_tokens; auto = powers of two. `jaxserve buckets` proposes some.",
+        **group,
+    )
+    define_integers(
+        "row_buckets",
+        "The same for the rows of a step that sample; the last is --max_num_seqs.",
         **group,
     )
 

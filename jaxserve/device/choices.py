@@ -1,5 +1,5 @@
-"""What the settings that say "auto" mean on this machine: dtypes, attention backend, page size, how
-many layers make a program, how many pages fit on the device and in host RAM.
+"""What the settings that say "auto" mean on this machine: attention backend, page size, how many layers
+make a program, how many pages fit on the device and in host RAM. `dtypes.py` has the element types.
 
 Called by `build`, once per engine. Invariant: what is found is returned; a setting that cannot be
 served raises and is never replaced by another.
@@ -8,9 +8,10 @@ served raises and is never replaced by another.
 import jax
 import jax.numpy as jnp
 
-from jaxserve.config import KV_CACHE_DTYPES, EngineConfig
+from jaxserve.config import EngineConfig
 from jaxserve.device.memory import free_bytes, free_host_bytes
 from jaxserve.device.page_moves import device_bytes
+from jaxserve.device.programs import Lowering, lower_traced
 from jaxserve.device.step_shapes import StepShapes, largest_step_bytes
 from jaxserve.errors import ConfigError
 from jaxserve.model.attention import AttentionKernel
@@ -25,20 +26,6 @@ from jaxserve.plan.capacity import (
 from pallas_kernels import dispatch
 
 MAX_CPU_LAYERS_PER_PROGRAM = 4
-
-
-def resolve_dtype(name: str) -> jnp.dtype:
-    """The dtype of weights and activations; "auto" is float32 on CPU, where it is the fast one,
-    bfloat16 elsewhere.
-    """
-    if name == "auto":
-        name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    return jnp.dtype(name)
-
-
-def resolve_kv_dtype(name: str, dtype: jnp.dtype) -> jnp.dtype:
-    """The element type of the pages by its name in the settings; "auto" is the model's `dtype`."""
-    return jnp.dtype(KV_CACHE_DTYPES[name] or dtype)
 
 
 def resolve_attention(
@@ -117,13 +104,16 @@ def layers_per_program(num_layers: int) -> int:
     return max(n for n in range(1, MAX_CPU_LAYERS_PER_PROGRAM + 1) if num_layers % n == 0)
 
 
-def choose_pool_size(config: EngineConfig, max_model_len: int, shapes: StepShapes) -> PoolSize:
+def choose_pool_size(
+    config: EngineConfig, max_model_len: int, shapes: StepShapes, lower: Lowering = lower_traced
+) -> PoolSize:
     """How many pages to make, by the settings and by what the device has free now.
 
     Args:
         config: the settings.
         max_model_len: longest context in tokens.
         shapes: of the engine, with any number of pages; its largest programs may be compiled.
+        lower: how those are lowered.
 
     Raises:
         ConfigError: the pool would hold no page, or more bytes than are free.
@@ -133,7 +123,7 @@ def choose_pool_size(config: EngineConfig, max_model_len: int, shapes: StepShape
     by_memory = cache.num_pages is None and cache.kv_cache_gib is None
     free = free_bytes(jax.devices()[0], cache.memory_utilization if by_memory else 1.0)
     if not on_cpu:  # host RAM is not partitioned: what programs take there is not set aside
-        free -= largest_step_bytes(shapes)
+        free -= largest_step_bytes(shapes, lower)
         free -= device_bytes(shapes) if cache.host_kv_gib else 0
     return size_pool(
         cache,

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from jaxserve.device.kv_pool import make_pools, pool_program
 from jaxserve.device.page_moves import PageMoves
 from jaxserve.device.params import put_params
-from jaxserve.device.programs import Program, ProgramTable
+from jaxserve.device.programs import Lowering, Program, ProgramTable, lower_traced
 from jaxserve.device.step import Sampled, forward_inputs, sampling_rows
 from jaxserve.device.step_result import DeviceStep, StepOutputs
 from jaxserve.device.step_shapes import StepShapes
@@ -36,6 +37,7 @@ class DeviceExecutor:
         kv_scales: for 8-bit pages one per layer, on the device; else None.
         num_host_pages: pages in host RAM that batches may move pages to; 0 = none.
         check_batches: debug mode: refuse a batch whose pages, lengths or counts do not fit.
+        lower: how programs are lowered: traced, or taken from a `ProgramStore`.
     """
 
     def __init__(
@@ -46,13 +48,14 @@ class DeviceExecutor:
         kv_scales: Sequence[KVScales] | None = None,
         num_host_pages: int = 0,
         check_batches: bool = False,
+        lower: Lowering = lower_traced,
     ):
         self.kv_scales = kv_scales
         self._shapes = shapes
         self._runs = shapes.runs
         self._check_batches = check_batches
         self._kv_pages: list[KVPages] = []
-        self._programs = ProgramTable()
+        self._programs = ProgramTable(lower)
         self._moves = PageMoves(shapes, self._programs, num_host_pages=num_host_pages)
         self._last: DeviceStep | None = None
         self._costs: StepCosts | None = None
@@ -76,6 +79,11 @@ class DeviceExecutor:
         }
 
     @property
+    def programs(self) -> ProgramTable:
+        """What steps call; for profiles."""
+        return self._programs
+
+    @property
     def costs(self) -> StepCosts:
         """As measured by `warm_up`; page_move_s is infinite where there are no host pages.
 
@@ -88,13 +96,14 @@ class DeviceExecutor:
 
     def list_programs(self) -> list[Program]:
         """All that `warm_up` compiles, the slowest first."""
-        return [*self._shapes.programs(), *self._moves.list_programs()]
+        return [*self._shapes.programs(), *self._moves.list_programs(), pool_program(self._shapes)]
 
     def warm_up(self) -> None:
         """Compiles every program, makes the pages, runs each program once on padding alone, and
         measures `costs`.
 
-        One run of layers is enough for that: the others use the same program.
+        One run of layers is enough for that: the others use the same program. A step that samples
+        nothing runs the programs of T alone, so no rung of R runs more than once.
         """
         begin = time.monotonic()
         self._programs.compile_all(self.list_programs())
@@ -102,16 +111,19 @@ class DeviceExecutor:
         self.reset()
         tokens, rows = self._shapes.buckets.tokens, self._shapes.buckets.rows
         for num_tokens in tokens:
-            self._run_padding(Bucket(num_tokens, rows[-1]))
-        for num_rows in rows[:-1]:
-            self._run_padding(Bucket(tokens[0], num_rows))
+            self._run_padding(Bucket(num_tokens, rows[0]), samples=False)
+        for num_rows in rows:
+            self._run_padding(Bucket(tokens[0], num_rows), samples=True)
         page_move_s = self._moves.warm_up(self._kv_pages)
         self._costs = StepCosts(token_s=self._measure_token(), page_move_s=page_move_s)
         self.compile_s = compiled - begin
         self.warm_s = time.monotonic() - compiled
 
-    def _run_padding(self, bucket: Bucket) -> None:
-        padding = dataclasses.replace(self._shapes.padding(bucket), wants_candidates=True)
+    def _run_padding(self, bucket: Bucket, *, samples: bool) -> None:
+        padding = DeviceBatch.padding(
+            bucket, self._shapes.buckets, self._shapes.max_pages, num_rows=int(samples)
+        )
+        padding = dataclasses.replace(padding, wants_candidates=True)
         self._submit(padding, self._runs[:1]).result()
 
     def _measure_token(self) -> float:
@@ -119,14 +131,8 @@ class DeviceExecutor:
         all. Padding costs what tokens do but for attention over a long context.
         """
         num_tokens = self._shapes.buckets.tokens[-1]
-        padding = DeviceBatch.padding(
-            Bucket(num_tokens, self._shapes.buckets.rows[0]),
-            self._shapes.buckets,
-            self._shapes.max_pages,
-            num_rows=0,
-        )
         begin = time.perf_counter()
-        self._submit(padding, self._runs[:1]).result()
+        self._run_padding(Bucket(num_tokens, self._shapes.buckets.rows[0]), samples=False)
         return (time.perf_counter() - begin) * len(self._runs) / num_tokens
 
     def reset(self) -> None:
@@ -138,9 +144,7 @@ class DeviceExecutor:
         self._kv_pages = []  # first give up what is left of the old ones: two pools may not fit
         last_ids = self._shapes.abstract_last_ids
         self._last_ids = jnp.zeros(last_ids.shape, last_ids.dtype)
-        self._kv_pages = jax.tree.map(
-            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._shapes.abstract_pages()
-        )
+        self._kv_pages = make_pools(self._shapes, self._programs)
 
     def update_params(self, params: object) -> None:
         """Other weights of the same model from the next step on. Pages keep what the old ones

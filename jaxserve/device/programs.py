@@ -4,11 +4,12 @@ The hot path calls only this table. A compiled executable takes exactly the shap
 made for, so a wrong one raises at once; nothing here can compile while a request waits.
 """
 
+import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
@@ -24,18 +25,38 @@ class Program:
         function: pure; compiled as it stands.
         arguments: abstract arrays, or arrays whose shapes and dtypes are taken.
         donated: argument numbers whose buffers the program may reuse.
+        returns: the NamedTuples that the function returns and is not given: a program that is kept
+            on disk is put together again from them.
     """
 
     key: Key
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     donated: tuple[int, ...] = ()
+    returns: tuple[type, ...] = ()
+
+
+class Lowering(Protocol):
+    """How a program becomes something to compile: `lower_traced`, or a `ProgramStore`."""
+
+    def __call__(self, program: Program) -> jax.stages.Lowered: ...
+
+
+def lower_traced(program: Program) -> jax.stages.Lowered:
+    """Traces and lowers a program."""
+    jitted = jax.jit(program.function, donate_argnums=program.donated)
+    return jitted.lower(*program.arguments)
 
 
 class ProgramTable:
-    """Programs by (name, rung)."""
+    """Programs by (name, rung).
 
-    def __init__(self) -> None:
+    Args:
+        lower: how programs are lowered.
+    """
+
+    def __init__(self, lower: Lowering = lower_traced) -> None:
+        self._lower = lower
         self._compiled: dict[Key, jax.stages.Compiled] = {}
 
     def __len__(self) -> int:
@@ -46,11 +67,23 @@ class ProgramTable:
         return self._compiled[key]
 
     def compile_all(self, programs: Sequence[Program]) -> None:
-        """Lowers each program in turn and compiles them in parallel. Put the slowest first."""
+        """Lowers each program in turn and compiles them in parallel. Put the slowest first.
+
+        Lowering stays in one thread: it is Python all through, so threads would only wait for
+        each other.
+        """
         with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
             futures: dict[Key, Future[jax.stages.Compiled]] = {}
             for program in programs:
-                jitted = jax.jit(program.function, donate_argnums=program.donated)
-                lowered = jitted.lower(*program.arguments)
-                futures[program.key] = pool.submit(lowered.compile)
+                futures[program.key] = pool.submit(self._lower(program).compile)
             self._compiled = {key: future.result() for key, future in futures.items()}
+
+    @contextlib.contextmanager
+    def called_through(self, wrap: Callable[[Key, Any], Callable[..., Any]]) -> Iterator[None]:
+        """While this lasts, what is looked up is wrap(key, executable): for profiles."""
+        own = self._compiled
+        self._compiled = {key: wrap(key, one) for key, one in own.items()}  # type: ignore[misc]
+        try:
+            yield
+        finally:
+            self._compiled = own

@@ -11,8 +11,15 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.config import KV_CACHE_DTYPES
-from jaxserve.device.programs import Program, ProgramTable
-from jaxserve.device.step import embed_tokens, forward_inputs, sample_rows, sampling_rows, select
+from jaxserve.device.programs import Lowering, Program, ProgramTable, lower_traced
+from jaxserve.device.step import (
+    Sampled,
+    embed_tokens,
+    forward_inputs,
+    sample_rows,
+    sampling_rows,
+    select,
+)
 from jaxserve.model.kv_scales import KVScales
 from jaxserve.model.registry import ModelFunctions
 from jaxserve.sample.logprobs import top_logprobs
@@ -155,6 +162,7 @@ class StepShapes:
                 key=("sample", num_rows),
                 function=functools.partial(sample_rows, self.model),
                 arguments=(self.model.head_params(self.model.abstract_params), hidden, rows),
+                returns=(Sampled,),
             ),
             Program(
                 key=("candidates", num_rows),
@@ -164,13 +172,17 @@ class StepShapes:
         ]
 
 
-def largest_step_bytes(shapes: StepShapes) -> int:
+def largest_step_bytes(shapes: StepShapes, lower: Lowering = lower_traced) -> int:
     """Device memory, in bytes, that the largest step takes beyond params and pages.
 
     Compiles the largest programs against whatever small pool `shapes` names: the pool's size hardly
     matters to it.
+
+    Args:
+        shapes: of the engine.
+        lower: how programs are lowered.
     """
-    table = ProgramTable()
+    table = ProgramTable(lower)
     largest = [
         *shapes.token_programs(shapes.buckets.tokens[-1]),
         *shapes.row_programs(shapes.buckets.rows[-1]),

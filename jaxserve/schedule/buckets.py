@@ -5,6 +5,7 @@ depends on T alone and the sampling program on R alone, so len(tokens) + len(row
 every pair.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -43,14 +44,26 @@ class Buckets:
     rows: tuple[int, ...]
 
     @classmethod
-    def make(cls, *, max_num_seqs: int, max_num_batched_tokens: int) -> "Buckets":
-        """The default ladders. A token budget below max_num_seqs lowers the latter."""
+    def make(
+        cls,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        tokens: Sequence[int] | None = None,
+        rows: Sequence[int] | None = None,
+    ) -> "Buckets":
+        """The ladders for these limits. A token budget below max_num_seqs lowers the latter.
+
+        Args:
+            max_num_seqs, max_num_batched_tokens: the limits.
+            tokens, rows: ladders that end with them; None = powers of two.
+        """
         max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         return cls(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
-            tokens=ladder(max_num_batched_tokens),
-            rows=ladder(max_num_seqs),
+            tokens=tuple(tokens or ladder(max_num_batched_tokens)),
+            rows=tuple(rows or ladder(max_num_seqs)),
         )
 
     def pick(self, num_tokens: int, num_rows: int) -> Bucket:

@@ -38,7 +38,7 @@ def build_scheduler(
         num_host_pages: pages in host RAM to swap to; 0 = none.
         costs: what preemption_mode "auto" compares when there are host pages.
         kv: another owner of pages than the usual one, for comparisons.
-        buckets: other ladders than the default ones of `config`.
+        buckets: other ladders than those of `config`.
         whole_prompts: never cut a prompt into chunks, for comparisons: the token budget must hold any
             prompt beside a token for everybody else.
 
@@ -48,7 +48,10 @@ def build_scheduler(
     if config.preemption_mode == "swap" and num_host_pages == 0:
         raise ConfigError("preemption_mode 'swap' needs room in host RAM: set host_kv_gib")
     buckets = buckets or Buckets.make(
-        max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        tokens=config.token_buckets,
+        rows=config.row_buckets,
     )
     mode = config.preemption_mode if num_host_pages else "recompute"
     return Scheduler(

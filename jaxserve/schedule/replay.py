@@ -81,6 +81,9 @@ class ScheduleLog:
             if field.type is int and (type(value) is not int or value < least):
                 raise ValueError(f"{field.name} is {value!r}")
         self.buckets, self.max_pages = self.header.buckets, self.header.max_pages
+        self.header = dataclasses.replace(  # with tuples, where JSON has lists or nothing
+            self.header, token_buckets=self.buckets.tokens, row_buckets=self.buckets.rows
+        )
 
     def steps(self) -> Iterator[LoggedStep]:
         """Each step, with its sequences as they were; they change when the next one is asked for."""

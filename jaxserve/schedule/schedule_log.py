@@ -63,9 +63,11 @@ class LogHeader:
         jaxserve_version: wrote the log.
         model: fingerprint of the checkpoint; None = not known.
         page_size, num_pages, num_host_pages: of the page pools.
-        max_num_seqs, max_num_batched_tokens, max_model_len: the limits; the buckets follow from them.
+        max_num_seqs, max_num_batched_tokens, max_model_len: the limits.
         dtype, kv_cache_dtype, attention_backend, attention_interpret: what served.
         host_kv_gib: what was asked for the host pool.
+        token_buckets, row_buckets: the ladders; logs from before they could be chosen leave them out,
+            and mean powers of two.
     """
 
     jaxserve_version: str
@@ -81,6 +83,8 @@ class LogHeader:
     attention_backend: str
     attention_interpret: bool
     host_kv_gib: float
+    token_buckets: tuple[int, ...] | None = None
+    row_buckets: tuple[int, ...] | None = None
 
     @classmethod
     def of(
@@ -94,7 +98,10 @@ class LogHeader:
     @property
     def buckets(self) -> Buckets:
         return Buckets.make(
-            max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.max_num_batched_tokens
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            tokens=self.token_buckets,
+            rows=self.row_buckets,
         )
 
     @property

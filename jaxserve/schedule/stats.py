@@ -49,6 +49,8 @@ def scheduler_stats(scheduler: Scheduler) -> dict[str, Any]:
         "page_size": kv.page_size,
         "max_num_seqs": scheduler.buckets.max_num_seqs,
         "max_num_batched_tokens": scheduler.buckets.max_num_batched_tokens,
+        "token_buckets": scheduler.buckets.tokens,
+        "row_buckets": scheduler.buckets.rows,
         **{name: getattr(counters, name) for name in _TOTALS},
     }
 

@@ -12,6 +12,7 @@ with the number of query heads for q and of kv heads for k. Other architectures 
 are not served yet.
 """
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from jaxserve.weights.gguf_file import GGUFFile, GGUFTensor, read_gguf
 from jaxserve.weights.gguf_tokenizer import chat_template, tokenizer_config, tokenizer_json
 from jaxserve.weights.name_maps import hf_name_of_gguf
 
+_JOINED_LENGTH = 2**14  # elements; 16 such rows in f32 are 1 MiB, and stay in a core's cache
 ROPE_FACTORS = "rope_freqs.weight"
 # Architectures that are read, and whether their writers interleave the rows of q and k.
 _INTERLEAVED = {"llama": True}
@@ -113,8 +115,18 @@ def _floats(file: GGUFFile, tensor: GGUFTensor) -> np.ndarray:
             f"{file.path}: tensor {tensor.name!r}: dtype must be one of {', '.join(sorted(READABLE))},"
             f" found {tensor.kind.name}"
         )
-    rows = file.raw(tensor).reshape(*tensor.shape[:-1], -1)
+    num_rows = math.prod(tensor.shape[:-1])
+    joined = _rows_to_join(num_rows, tensor.shape[-1])
+    rows = file.raw(tensor).reshape(num_rows // joined, -1)
     return dequantize(rows, tensor.kind).reshape(tensor.shape)
+
+
+def _rows_to_join(num_rows: int, row_length: int) -> int:
+    """How many rows to hand to `dequantize` as one: it turns 16 at a time in Python, which keeps other
+    threads from running where rows are short. Blocks never straddle rows, so any number will do.
+    """
+    most = max(1, _JOINED_LENGTH // row_length)
+    return max(n for n in range(1, min(most, num_rows) + 1) if num_rows % n == 0)
 
 
 class _Metadata:

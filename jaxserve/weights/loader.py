@@ -1,8 +1,8 @@
 """From a name to parameters: `resolve_model` -> `open_checkpoint` -> `load_params`.
 
-Called by `build.py`, `fetch` and the tests. Everything a header can tell (missing, unknown, wrong
-shape, wrong dtype) is checked before the first weight is read; then tensors stream through one at a
-time.
+Called by `load_model`, `fetch` and the tests. Everything a header can tell (missing, unknown, wrong
+shape, wrong dtype) is checked before the first weight is read; then tensors stream through, a few
+at a time, each by its own thread.
 
 Invariant: every parameter of the model is assigned exactly once, from a tensor of the right name,
 shape and kind.
@@ -10,7 +10,10 @@ shape and kind.
 
 import dataclasses
 import logging
+import os
+from collections import deque
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,6 @@ from jaxserve.errors import CheckpointError
 from jaxserve.model_config import ModelConfig
 from jaxserve.weights import name_maps
 from jaxserve.weights.checkpoint import Checkpoint
-from jaxserve.weights.gguf import open_gguf
 from jaxserve.weights.hf_directory import is_hf_directory, open_hf_directory, refuse_pickle
 from jaxserve.weights.manifest import (
     checkpoint_folders,
@@ -34,6 +36,8 @@ from jaxserve.weights.name_maps import ParamSpec
 
 _LOG = logging.getLogger(__name__)
 _MAX_LISTED_NAMES = 20  # in an error message
+_MAX_READERS = 8  # threads, each with one tensor at a time: what a quantised one takes in between
+_ALIGNMENT = 64  # bytes; XLA uses a buffer of the host in place where it begins at a multiple
 _COMPARE_ROWS = (
     4096  # rows of the embedding compared at a time, so that a big head is never held twice
 )
@@ -53,6 +57,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             raise CheckpointError(f"{path}: no such file or directory")
         refuse_pickle(path)
         if path.suffix == ".gguf":
+            from jaxserve.weights.gguf import open_gguf  # with a library that no directory needs
+
             return open_gguf(path)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error})") from None
@@ -132,7 +138,7 @@ def _known_names() -> str:
 def load_params(
     checkpoint: Checkpoint, dtype: Any, abstract: Mapping[Any, Any] | None = None
 ) -> tuple[dict[str, Any], ModelConfig]:
-    """Reads every parameter into host memory.
+    """Reads every parameter into host memory, several at once, straight into what is returned.
 
     A head: with tie_word_embeddings true and no stored lm_head.weight, or one equal to the
         embedding, the head is
@@ -146,26 +152,65 @@ def load_params(
 
     Returns:
         The nested dict of numpy arrays that `model/` takes (kernels are [in, out], layer keys are
-        ints), and the config with the head that was really loaded.
+        ints; each begins where the CPU device can use it in place), and the config with the head
+        that was really loaded.
 
     Raises:
         CheckpointError: a tensor is missing, unknown, of the wrong shape or of an unreadable dtype.
     """
     config = check_tensors(checkpoint)
-    specs = name_maps.param_specs(config)
     if abstract is not None:
-        _check_tree(abstract, specs)
+        _check_tree(abstract, name_maps.param_specs(config))
+    return read_params(checkpoint, config, dtype), config
+
+
+def read_params(checkpoint: Checkpoint, config: ModelConfig, dtype: Any) -> dict[str, Any]:
+    """The second half of `load_params`.
+
+    Args:
+        checkpoint, dtype: as there.
+        config: from `check_tensors`.
+    """
+    dtype = np.dtype(dtype)
+    num_readers = min(_MAX_READERS, os.cpu_count() or 1)
     params: dict[Any, Any] = {}
-    for spec in specs:
+    under_way: deque[tuple[ParamSpec, Future[np.ndarray]]] = deque()
+
+    def read(spec: ParamSpec) -> np.ndarray:
         array = checkpoint.source.read(spec.name)
-        array = array.T if spec.transpose else array
+        return _aligned_copy(array.T if spec.transpose else array, dtype)
+
+    def place() -> None:
+        spec, array = under_way.popleft()
         node = params
         for key in spec.path[:-1]:
             node = node.setdefault(key, {})
-        # A copy even where nothing changes: a view of the mapped file would fault if the file were
-        # cut under it.
-        node[spec.path[-1]] = np.array(array, dtype=np.dtype(dtype), order="C")
-    return params, config
+        node[spec.path[-1]] = array.result()
+
+    with ThreadPoolExecutor(num_readers) as readers:
+        for spec in name_maps.param_specs(config):
+            if (
+                len(under_way) == 2 * num_readers
+            ):  # no more: a start that is stopped waits for these
+                place()
+            under_way.append((spec, readers.submit(read, spec)))
+        while under_way:
+            place()
+    return params
+
+
+def _aligned_copy(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """The same values in memory of our own, in C order.
+
+    A copy even where nothing changes: a view of the mapped file would fault if the file were cut
+    under it.
+    """
+    num_bytes = array.size * dtype.itemsize
+    memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
+    begin = -memory.ctypes.data % _ALIGNMENT
+    copy = memory[begin : begin + num_bytes].view(dtype).reshape(array.shape)
+    np.copyto(copy, array, casting="unsafe")
+    return copy
 
 
 def check_tensors(checkpoint: Checkpoint) -> ModelConfig:

@@ -23,8 +23,9 @@ HERE = Path(__file__).resolve().parent
 PACKAGE_ROOT = HERE.parent.parent  # C++ includes begin at pallas_kernels/
 SOURCES = (
     HERE.parent / "ragged_paged_attention" / "cpu.cc",
-    HERE.parent / "tied_head" / "cpu.cc",
     HERE.parent / "dense" / "cpu.cc",
+    HERE.parent / "tied_head" / "cpu.cc",
+    HERE / "lazy_zeros.cc",
 )
 # Machine -> levels, the best first: (name, flags, what /proc/cpuinfo must list). "baseline" always runs.
 X86_V3 = ("avx2", "fma", "bmi1", "bmi2", "f16c", "movbe")

@@ -15,7 +15,12 @@ from pathlib import Path
 
 from pallas_kernels.native.build import HERE, levels, object_path
 
-TARGETS = ("jaxserve_ragged_paged_attention", "jaxserve_tied_head", "jaxserve_dense")
+TARGETS = (
+    "jaxserve_ragged_paged_attention",
+    "jaxserve_dense",
+    "jaxserve_tied_head",
+    "jaxserve_lazy_zeros",
+)
 
 
 @functools.cache

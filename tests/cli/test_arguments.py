@@ -7,7 +7,7 @@ import pytest
 from absl import flags
 
 from jaxserve.cli.arguments import UsageError, parse_arguments
-from jaxserve.cli.bench import bench_flags
+from jaxserve.cli.bench_offline import offline_flags
 from jaxserve.cli.flags import engine_options, help_text, sampling_defaults
 from jaxserve.cli.run import USAGE, run_flags
 from jaxserve.config import CacheConfig, EngineConfig, SchedulerConfig
@@ -152,7 +152,7 @@ def test_later_arguments_beat_a_flagfile_and_mistakes_in_it_name_it(tmp_path: Pa
 
 
 def test_commands_have_flags_of_their_own_and_none_is_global():
-    run, bench = run_flags(), bench_flags()
+    run, bench = run_flags(), offline_flags()
     assert "input" in run
     assert "input" not in bench
     assert "workload" in bench
@@ -173,7 +173,7 @@ def test_help_lists_this_commands_flags_only():
 
 def test_help_says_what_ships_and_what_bounds_the_pool():
     text = " ".join(help_text(USAGE, run_flags()).split())
-    assert "--attention_backend: reference, xla, gpu or tpu; auto" in text
+    assert "--attention_backend: reference, xla, cpu, gpu or tpu; auto" in text
     assert "On CPU the pool that this makes is at most 2 GiB" in text
 
 
@@ -190,7 +190,7 @@ def test_stop_token_ids_can_be_repeated_and_listed():
 
 
 def test_integers_may_be_hexadecimal_and_bounds_are_kept():
-    values = bench_flags()
+    values = offline_flags()
     parse_arguments(["--seed=0x10"], values)
     assert values.flag_values_dict()["seed"] == 16
     with pytest.raises(UsageError, match=r"repetitions=0.*a positive integer"):
@@ -206,7 +206,7 @@ def test_defaults_are_those_of_the_dataclasses():
     assert sampling_defaults(values)["temperature"] == 1.0
 
 
-@pytest.mark.parametrize("make_flags", [run_flags, bench_flags])
+@pytest.mark.parametrize("make_flags", [run_flags, offline_flags])
 def test_every_field_of_the_configs_is_a_flag(make_flags):
     fields = [*dataclasses.fields(SchedulerConfig), *dataclasses.fields(CacheConfig)]
     missing = {field.name for field in fields} - set(make_flags())
@@ -232,6 +232,10 @@ def test_engine_flags_reach_the_config():
             "--no-enable-prefix-caching",
             "--eviction=lfu",
             "--host-kv-gib=0.5",
+            "--no-async-scheduling",
+            "--num-decode-steps=4",
+            "--token-buckets=1,8,512",
+            "--row-buckets=4,32",
         ],
         values,
     )
@@ -246,6 +250,10 @@ def test_engine_flags_reach_the_config():
         max_num_partial_prefills=3,
         target_itl_s=0.05,
         preemption_mode="swap",
+        async_scheduling=False,
+        num_decode_steps=4,
+        token_buckets=(1, 8, 512),
+        row_buckets=(4, 32),
     )
     assert not config.cache.enable_prefix_caching
     assert config.cache.eviction == "lfu"

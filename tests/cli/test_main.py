@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from jaxserve import __version__
+from jaxserve.cli.bench import KINDS
 from jaxserve.cli.main import COMMANDS, main
 from tests.cli.conftest import ROOT
 
@@ -15,17 +16,27 @@ def test_help(argument, capsys):
     assert main([argument]) == 0
     out = capsys.readouterr().out
     assert all(f"  {name}" in out for name in COMMANDS)
-    assert "  bench offline " in out
+    assert "  bench KIND " in out
     assert "exit code: 0 " in out
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "command",
+    [*(name for name in COMMANDS if name != "bench"), *(f"bench {kind}" for kind in KINDS)],
+)
 def test_every_commands_help_begins_with_its_usage_and_tells_the_exit_codes(command, capsys):
-    assert main([command, "--help"]) == 0
+    assert main([*command.split(), "--help"]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"usage: jaxserve {command} ")
     assert "exit code: 0 " in out
     assert out.count("--flagfile:") == 1
+
+
+def test_help_of_bench_names_its_kinds(capsys):
+    assert main(["bench", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("usage: jaxserve bench KIND")
+    assert all(f"\n  {kind} " in out for kind in KINDS)
 
 
 def test_version(capsys):
@@ -55,7 +66,6 @@ def test_version(capsys):
         (["run", "--model=x", "--preemption-mode=swap", "a"], ["'swap' needs room", "host_kv_gib"]),
         (["run", "--model=x", "--temperature=nan", "a"], ["temperature", "nan"]),
         (["run", "--model=x", "--attention-backend=xl", "a"], ["attention_backend='xl'", "known"]),
-        (["run", "--model=x", "--attention-backend=cpu", "a"], ["does not ship that kernel"]),
         (["run", "--model=x", "--stop-token-ids=-3", "a"], ["stop_token_ids", "-3"]),
         (
             ["bench", "offline", "--model=x", "--workload=y", "--attention-backend=xl"],
@@ -67,6 +77,21 @@ def test_version(capsys):
         (["run", "--model=x", "--chat", "--input=-"], ["--chat"]),
         (["bench", "ofline"], ["jaxserve bench: name what to measure", "did you mean 'offline'"]),
         (["bench", "offline", "--model=x"], ["--workload is needed"]),
+        (["bench", "latency"], ["--model is needed"]),
+        (["bench", "latency", "--model=x", "a"], ["unexpected argument 'a'"]),
+        (["bench", "latency", "--model=x", "--output_len=1"], ["output_len=1", "2"]),
+        (
+            ["bench", "latency", "--model=x", "--batch_size=9", "--max_num_seqs=8"],
+            ["--batch_size=9: at most --max_num_seqs=8"],
+        ),
+        (["bench", "kernels", "--steps=nope"], ["--steps=nope: no 'nope'; known: ", "decode-b1"]),
+        (["bench", "kernels", "--heads=nope"], ["--heads=nope: no 'nope'; known: smollm2-135m"]),
+        (["bench", "kernels", "--layers=0"], ["--layers=0: must be at least 1"]),
+        (["bench", "kernels", "--repetitions=0"], ["repetitions=0"]),
+        (["bench", "kernels", "--backends=nope"], ["attention_backend='nope': no such backend"]),
+        (["bench", "kernels", "--backends=gpu"], ["attention_backend='gpu' runs on gpu, and this"]),
+        (["bench", "kernels", "--page_size=3"], ["page_size=3: attention backend"]),
+        (["bench", "kernels", "--output=nowhere/x"], ["--output=nowhere/x: there is no folder"]),
         (["bench", "offline", "extra", "--model=x"], ["unexpected argument 'extra'"]),
         (
             ["bench", "offline", "--model=x", "--workload=y", "--scheduling=fast"],
@@ -105,6 +130,9 @@ def test_a_model_that_is_none_exits_with_2(made, tmp_path, capsys):
         (["bench", "offline", "--model=no-such-model", "--workload={tmp}/w.jsonl"], 2),
         (["fetch", "no-such-model"], 2),
         (["replay", "--help"], 0),
+        (["simulate", "--help"], 0),
+        (["buckets", "--help"], 0),
+        (["buckets", "--schedule_log={tmp}/w.jsonl"], 2),
         (["replay", "--model=no-such-model", "--schedule_log={tmp}/w.jsonl"], 2),
         (["run", "--model=x", "--stats_file=/no/such/file", "prompt"], 2),
     ],

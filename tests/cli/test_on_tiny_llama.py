@@ -1,6 +1,7 @@
 """The command line on a real (tiny) model, as a user starts it: in processes of their own."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -54,6 +55,16 @@ def test_c45_twelve_lines_and_again_byte_for_byte(cache_dir, tmp_path):
     # The same prompt on the screen is the same text.
     shown = jaxserve(cache_dir, "run", "--temperature=0", "--max-tokens=4", "hello")
     assert shown == records[0]["text"] + "\n"
+
+
+def test_a_second_start_finds_every_program(cache_dir):
+    """In a process of its own: nothing in what programs are found by changes from one to the next."""
+    command = command_line(cache_dir, "run", "--max-tokens=1", "hello")
+    for _ in range(2):
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    found = re.search(r"preparing (\d+) programs, (\d+) of them", done.stderr)
+    assert found, done.stderr
+    assert found[1] == found[2]
 
 
 def test_bench_compiles_nothing_and_both_arms_generate_as_much(cache_dir, tmp_path):

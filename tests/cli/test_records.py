@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.cli import bench
+from jaxserve.cli import bench_offline
 from jaxserve.cli.main import main
 from jaxserve.cli.output_files import OutputError
 from jaxserve.cli.records import LineFile, StatsFile
 from tests.cli.conftest import read_records
-from tests.cli.test_bench import FakeCounter
+from tests.cli.test_bench_offline import FakeCounter
 from tests.cli.test_run import write_lines
 from tests.fakes import make_engine
 
@@ -80,7 +80,7 @@ def test_the_interval_is_kept():
 
 
 def test_bench_writes_both(made, model, prompts, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(bench, "make_compile_counter", FakeCounter)
+    monkeypatch.setattr(bench_offline, "make_compile_counter", FakeCounter)
     stats, log = tmp_path / "s", tmp_path / "l"
     command = ["bench", "offline", f"--model={model}", f"--workload={prompts}", "--repetitions=2"]
     assert main([*command, f"--stats_file={stats}", f"--schedule_log={log}"]) == 0

@@ -9,12 +9,15 @@ import pytest
 from scripts.aot.arguments import parse
 
 SCRIPTS = [
-    ("bench_attention", "--steps=nope", "--steps=nope: no 'nope'; known: decode-b1-c512,"),
-    ("bench_attention", "--layers=0", "--layers=0: must be at least 1"),
-    ("bench_attention", "--repetitions=0", "--repetitions=0: must be at least 1"),
-    ("bench_attention", "--backends=nope", "attention_backend='nope': no such backend"),
-    ("bench_attention", "--backends=gpu", "attention_backend='gpu' runs on gpu, and this is cpu"),
-    ("bench_attention", "--page_size=3", "page_size=3: attention backend 'xla' serves powers"),
+    (
+        "bench_peers",
+        "--install=nope",
+        "--install=nope: no 'nope'; known: vllm, transformers, llama_cpp",
+    ),
+    ("bench_peers", "--peers=vlm", "--peers=vlm: no 'vlm'; known: vllm, transformers, llama_cpp"),
+    ("bench_peers", "--workloads=w9", "--workloads=w9: no 'w9'; known: w1, w2, w3"),
+    ("bench_peers", "--repetitions=0", "--repetitions must be at least 1, got 0"),
+    ("bench_peers", "--model=nowhere", "--model=nowhere is no checkpoint directory"),
     ("device_check", "--backend=gpu", "attention_backend='gpu' runs on gpu, and this is cpu"),
     ("device_check", "--seed=-1", "--seed=-1: must be at least 0"),
     ("device_check", "--output=nowhere/x.json", "there is no folder nowhere"),

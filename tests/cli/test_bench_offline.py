@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.cli import bench
+from jaxserve.cli import bench_offline
+from jaxserve.cli.bench_arm import salted
 from jaxserve.cli.main import main
+from jaxserve.cli.request_line import RequestLine
 from tests.cli.conftest import read_records
 from tests.cli.fake_llm import encode
 from tests.cli.test_run import write_lines
@@ -41,7 +43,7 @@ class FakeCounter:
 
 @pytest.fixture
 def measure(made, model, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(bench, "make_compile_counter", FakeCounter)
+    monkeypatch.setattr(bench_offline, "make_compile_counter", FakeCounter)
     workload = write_lines(tmp_path / "w.jsonl", LINES)
 
     def run_bench(*arguments: str) -> dict:
@@ -93,7 +95,7 @@ def test_one_arm(measure, tmp_path):
 
 
 def test_each_repetition_is_said_on_stderr(made, model, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(bench, "make_compile_counter", FakeCounter)
+    monkeypatch.setattr(bench_offline, "make_compile_counter", FakeCounter)
     workload = write_lines(tmp_path / "w.jsonl", LINES)
     flags = ["--repetitions=2", "--scheduling=static,continuous"]
     assert main(["bench", "offline", f"--model={model}", f"--workload={workload}", *flags]) == 0
@@ -108,13 +110,29 @@ def test_each_repetition_is_said_on_stderr(made, model, tmp_path, monkeypatch, c
 
 
 def test_both_arms_in_turns(measure, made):
-    result = measure("--repetitions=2", "--scheduling=static,continuous", "--max-num-seqs=3")
+    result = measure("--repetitions=2", "--scheduling=static,continuous", "--max-num-seqs=5")
     assert list(result["arms"]) == ["static", "continuous"]
     for name, arm in result["arms"].items():
         check_arm(arm, 2)
         assert arm["engine"]["scheduling"] == name
     assert len(made) == 2
-    assert result["arms"]["static"]["num_steps"] >= result["arms"]["continuous"]["num_steps"]
+    assert result["arms"]["static"]["num_steps"] > result["arms"]["continuous"]["num_steps"]
+
+
+def test_no_repetition_finds_what_an_earlier_one_computed(measure):
+    once, thrice = measure(), measure("--repetitions=3")
+    assert thrice["num_steps"] == 3 * once["num_steps"]
+    off = measure("--repetitions=3", "--noenable_prefix_caching")
+    assert (off["num_cached_tokens"], once["num_cached_tokens"] > 0) == (0, True)
+
+
+def test_salts_keep_replays_apart_and_lines_together():
+    lines = [RequestLine(index=i, cache_salt=salt) for i, salt in enumerate((None, None, "s", ""))]
+    salts = [[one.cache_salt for one in salted(lines, number)] for number in (1, 2)]
+    assert salts[0][0] == salts[0][1] != salts[0][2]
+    assert set(salts[0]) & set(salts[1]) == {""}  # no salt at all, which the engine refuses
+    alone = [one.cache_salt for one in salted(lines, 1, shared=False)]
+    assert len(set(alone)) == 4
 
 
 @pytest.mark.parametrize(
@@ -129,7 +147,7 @@ def test_both_arms_in_turns(measure, made):
 def test_a_workload_with_a_bad_line_is_refused(
     made, model, tmp_path, monkeypatch, capsys, lines, words
 ):
-    monkeypatch.setattr(bench, "make_compile_counter", FakeCounter)
+    monkeypatch.setattr(bench_offline, "make_compile_counter", FakeCounter)
     workload = write_lines(tmp_path / "w.jsonl", lines)
     assert main(["bench", "offline", f"--model={model}", f"--workload={workload}"]) == 2
     captured = capsys.readouterr()

@@ -1,0 +1,96 @@
+"""`load_model`: a name -> `LoadedModel`, all that `build_engine` needs of a checkpoint.
+
+Called by `LLM`, and by those who embed the engine, as `jaxserve.load_model`. It imports little beside
+jax, so that weights can be read while the modules of the device layer are still being imported.
+"""
+
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from threading import Thread
+from typing import Any
+
+from jaxserve.config import EngineConfig
+from jaxserve.device.dtypes import resolve_dtype
+from jaxserve.model.kv_scales import GivenKVScales
+from jaxserve.model_config import ModelConfig
+from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.weights.checkpoint import Checkpoint
+from jaxserve.weights.kv_scales import load_kv_scales
+from jaxserve.weights.loader import check_tensors, open_checkpoint, read_params, resolve_model
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """A model ready to be served.
+
+    Args:
+        config: shapes and constants.
+        params: nested dict of arrays as `model.llama` describes it, numpy or already on the device;
+            or a future of it, which `build_engine` waits for.
+        tokenizer: None serves token ids only.
+        eos_token_ids: the end set: generation_config, config and tokenizer together.
+        kv_scales: scales for an 8-bit KV cache; what is None is calibrated. Float pages read none.
+        load_s: seconds it took to load.
+    """
+
+    config: ModelConfig
+    params: dict[str, Any] | Future[dict[str, Any]]
+    tokenizer: Tokenizer | None = None
+    eos_token_ids: Iterable[int] = ()
+    kv_scales: GivenKVScales | None = None
+    load_s: float = 0.0
+
+
+def load_model(model: str, config: EngineConfig, *, wait: bool = True) -> LoadedModel:
+    """Reads a checkpoint: a directory, a GGUF file, or a fetched name.
+
+    Args:
+        model: which one.
+        config: settings; the dtype is that of the weights.
+        wait: for the weights; else `params` is a future of them. What headers can tell is checked
+            before this returns either way.
+
+    Raises:
+        CheckpointError: not found, damaged, or a model that is not served.
+    """
+    begin = time.monotonic()
+    checkpoint = open_checkpoint(resolve_model(model))
+    model_config = check_tensors(checkpoint)
+    params = _begin_reading(checkpoint, model_config, resolve_dtype(config.dtype))
+    tokenizer = None  # made while the weights are read
+    if checkpoint.tokenizer_json is not None:
+        tokenizer = Tokenizer(
+            checkpoint.tokenizer_json, checkpoint.tokenizer_config, checkpoint.chat_template
+        )
+    kv_scales = load_kv_scales(checkpoint, config.cache.kv_cache_dtype)
+    eos_token_ids = set(model_config.eos_token_ids)
+    if tokenizer is not None:
+        eos_token_ids |= set(tokenizer.eos_token_ids)
+    return LoadedModel(
+        config=model_config,
+        params=params.result() if wait else params,
+        tokenizer=tokenizer,
+        eos_token_ids=sorted(eos_token_ids),
+        kv_scales=kv_scales,
+        load_s=time.monotonic() - begin,
+    )
+
+
+def _begin_reading(
+    checkpoint: Checkpoint, config: ModelConfig, dtype: Any
+) -> Future[dict[str, Any]]:
+    """Reads every parameter in a thread of its own, which ends with the process: whoever stops a start
+    does not wait for the weights.
+    """
+    future: Future[dict[str, Any]] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(read_params(checkpoint, config, dtype))
+        except BaseException as error:  # noqa: BLE001 - raised again by whoever waits
+            future.set_exception(error)
+
+    Thread(target=run, name="weights", daemon=True).start()
+    return future
