@@ -81,8 +81,9 @@ def build_engine(config: EngineConfig, loaded: LoadedModel) -> tuple[Engine, Sta
     begin = time.monotonic()
     max_model_len = _resolve_max_model_len(config, loaded.config)
     shapes, explanation = _choose_shapes(config, loaded.config, max_model_len)
+    model = shapes.model
     given = loaded.params.result() if isinstance(loaded.params, Future) else loaded.params
-    params = put_params(given, shapes.model.abstract_params)
+    params = put_params(given, model.abstract_params, join=model.joins)
     kv_scales = _kv_scales(config, loaded, params, shapes.dtype)
     load_s = loaded.load_s + time.monotonic() - begin
 

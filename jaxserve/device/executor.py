@@ -33,7 +33,7 @@ class DeviceExecutor:
 
     Args:
         shapes: what to compile.
-        params: weights, on the device, as `shapes.model.abstract_params` says.
+        params: weights, on the device, as `shapes.model.served_params` says.
         kv_scales: for 8-bit pages one per layer, on the device; else None.
         num_host_pages: pages in host RAM that batches may move pages to; 0 = none.
         check_batches: debug mode: refuse a batch whose pages, lengths or counts do not fit.
@@ -161,7 +161,8 @@ class DeviceExecutor:
         """
         if self._last is not None and not self._last.is_done:
             raise RuntimeError("update_params: a step is under way; wait for its result first")
-        self._take_params(put_params(params, self._shapes.model.abstract_params, own=True))
+        model = self._shapes.model
+        self._take_params(put_params(params, model.abstract_params, own=True, join=model.joins))
 
     def _take_params(self, params: Params) -> None:
         layers = self._shapes.model.layer_params(params)

@@ -1,7 +1,8 @@
 """Params on their way to the device: checked against what the model expects, leaf by leaf.
 
 Called by `build` for the first weights and by the executor for those that replace them. Invariant:
-what is returned is plain dicts of the expected keys, shapes and dtypes, and complete on the device.
+what is returned is plain dicts of the expected keys, shapes and dtypes, joined where the caller asked
+for it, and complete on the device.
 """
 
 from collections.abc import Mapping
@@ -11,10 +12,13 @@ import jax
 import numpy as np
 
 from jaxserve.errors import ConfigError
+from jaxserve.model.joined import join_layer
 from jaxserve.model.registry import Params
 
 
-def put_params(params: object, abstract: Params, *, own: bool = False) -> Params:
+def put_params(
+    params: object, abstract: Params, *, own: bool = False, join: bool = False
+) -> Params:
     """The tree as plain dicts, every leaf on the device.
 
     Args:
@@ -23,16 +27,25 @@ def put_params(params: object, abstract: Params, *, own: bool = False) -> Params
         abstract: `ModelFunctions.abstract_params`.
         own: numpy arrays may be written to afterwards. Else they are not, and where the device is
             the CPU they are used in place: a mapped checkpoint is not copied.
+        join: join the layers' projections (`model.joined`), one layer after the other. What is
+            joined is a copy, so for arrays that are on the device already the caller's come on top.
 
     Raises:
         ConfigError: a leaf that is missing, superfluous, or of another shape or dtype; it is named.
     """
     checked = _checked(params, abstract, "params")
+    if join:
+        for index, layer in checked["layers"].items():
+            checked["layers"][index] = _put(join_layer(layer), own)
+    return _put(checked, own)
+
+
+def _put(tree: Params, own: bool) -> Params:
     if own and jax.default_backend() == "cpu":
-        checked = jax.tree.map(
-            lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, checked
+        tree = jax.tree.map(
+            lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, tree
         )
-    return jax.block_until_ready(jax.device_put(checked))
+    return jax.block_until_ready(jax.device_put(tree))
 
 
 def _checked(found: Any, expected: Any, name: str) -> Any:

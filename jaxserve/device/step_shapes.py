@@ -121,7 +121,7 @@ class StepShapes:
         `layers` gives back its input and its pages: both are donated.
         """
         inputs = forward_inputs(self.padding(Bucket(num_tokens, 1)))
-        params = self.model.abstract_params
+        params = self.model.served_params
         x = jax.ShapeDtypeStruct((num_tokens, self.model.config.hidden_size), self.dtype)
         run = slice(self.layers_per_program)
         scales = self.abstract_scales()

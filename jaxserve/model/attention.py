@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -65,16 +66,23 @@ class AttentionKernel:
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention; query head h reads kv head h // (H / K)."""
+    """Grouped-query attention; query head h reads kv head h // (H / K). `is_joined` as in `join_layer`."""
 
-    def __init__(self, config: ModelConfig, dtype, kernel: AttentionKernel):
+    def __init__(
+        self, config: ModelConfig, dtype, kernel: AttentionKernel, *, is_joined: bool = False
+    ):
         q_size = config.num_heads * config.head_dim
         kv_size = config.num_kv_heads * config.head_dim
         bias = config.attention_bias
-        self.q = Linear(config.hidden_size, q_size, dtype, use_bias=bias)
-        self.k = Linear(config.hidden_size, kv_size, dtype, use_bias=bias)
-        self.v = Linear(config.hidden_size, kv_size, dtype, use_bias=bias)
+        if is_joined:
+            self.qkv = Linear(config.hidden_size, q_size + 2 * kv_size, dtype, use_bias=bias)
+        else:
+            self.q = Linear(config.hidden_size, q_size, dtype, use_bias=bias)
+            self.k = Linear(config.hidden_size, kv_size, dtype, use_bias=bias)
+            self.v = Linear(config.hidden_size, kv_size, dtype, use_bias=bias)
         self.o = Linear(q_size, config.hidden_size, dtype, use_bias=bias)
+        self.is_joined = is_joined
+        self.splits = (q_size, q_size + kv_size)
         self.head_dim = config.head_dim
         self.kernel = kernel
 
@@ -104,7 +112,11 @@ class Attention(nnx.Module):
             return y.reshape(y.shape[0], -1, self.head_dim)
 
         is_native = self.kernel.is_native
-        q, k, v = project(x, [self.q, self.k, self.v], is_native=is_native)
+        if self.is_joined:
+            (qkv,) = project(x, [self.qkv], is_native=is_native)
+            q, k, v = jnp.split(qkv, self.splits, axis=1)
+        else:
+            q, k, v = project(x, [self.q, self.k, self.v], is_native=is_native)
         out, kv, _ = self.kernel.attend(
             rotate(heads(q), cos, sin),
             rotate(heads(k), cos, sin),

@@ -114,7 +114,7 @@ class Embedding(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x)). Source: Shazeer 2020."""
+    """SwiGLU: down(silu(gate(x)) * up(x)). Source: Shazeer 2020. `is_joined` as in `join_layer`."""
 
     def __init__(
         self,
@@ -124,13 +124,22 @@ class MLP(nnx.Module):
         *,
         use_bias: bool,
         is_native: bool = False,
+        is_joined: bool = False,
     ):
-        self.gate = Linear(hidden_size, inner_size, dtype, use_bias=use_bias)
-        self.up = Linear(hidden_size, inner_size, dtype, use_bias=use_bias)
+        if is_joined:
+            self.gate_up = Linear(hidden_size, 2 * inner_size, dtype, use_bias=use_bias)
+        else:
+            self.gate = Linear(hidden_size, inner_size, dtype, use_bias=use_bias)
+            self.up = Linear(hidden_size, inner_size, dtype, use_bias=use_bias)
         self.down = Linear(inner_size, hidden_size, dtype, use_bias=use_bias)
         self.is_native = is_native
+        self.is_joined = is_joined
 
     def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
-        gate, up = project(x, [self.gate, self.up], is_native=self.is_native)
+        if self.is_joined:
+            (joined,) = project(x, [self.gate_up], is_native=self.is_native)
+            gate, up = jnp.split(joined, 2, axis=1)
+        else:
+            gate, up = project(x, [self.gate, self.up], is_native=self.is_native)
         (out,) = project(jax.nn.silu(gate) * up, [self.down], is_native=self.is_native)
         return out

@@ -4,6 +4,8 @@ block, head.
 params   {"embed": {"embedding"}, "layers": {0: {"input_norm", "attn", "post_attn_norm", "mlp"},
 ...},
           "norm": {"scale"}, "lm_head": {"kernel"} unless tied}
+
+That is the form in which params are given; on their way to the device a layer's may be joined (`joined`).
 """
 
 from collections.abc import Callable
@@ -21,19 +23,29 @@ from pallas_kernels.ragged_paged_attention.layout import KVPages
 
 
 class ModelParts(NamedTuple):
-    """What a model family gives: constructors of its NNX modules. A block serves every layer."""
+    """What a model family gives: constructors of its NNX modules. A block serves every layer;
+    `joined_block` is the same for params of `join_layer`.
+    """
 
     embed: Callable[[], nnx.Module]
     block: Callable[[], nnx.Module]
+    joined_block: Callable[[], nnx.Module]
     head: Callable[[], nnx.Module]
 
 
 class LlamaBlock(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, kernel: AttentionKernel):
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: jnp.dtype,
+        kernel: AttentionKernel,
+        *,
+        is_joined: bool = False,
+    ):
         self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.attn = Attention(config, dtype, kernel)
+        self.attn = Attention(config, dtype, kernel, is_joined=is_joined)
         self.post_attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.mlp = MLP(
             config.hidden_size,
@@ -41,6 +53,7 @@ class LlamaBlock(nnx.Module):
             dtype,
             use_bias=config.mlp_bias,
             is_native=kernel.is_native,
+            is_joined=is_joined,
         )
 
     def __call__(self, x, cos, sin, rows: PagedRows, kv: KVPages, scales: KVScales | None):
@@ -79,5 +92,6 @@ def llama_parts(config: ModelConfig, dtype: jnp.dtype, kernel: AttentionKernel) 
     return ModelParts(
         embed=lambda: Embedding(config.vocab_size, config.hidden_size, dtype),
         block=lambda: LlamaBlock(config, dtype, kernel),
+        joined_block=lambda: LlamaBlock(config, dtype, kernel, is_joined=True),
         head=lambda: LlamaHead(config, dtype, kernel),
     )

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxserve.model.attention import AttentionKernel, PagedRows
+from jaxserve.model.joined import is_joined, join_layer
 from jaxserve.model.kv_scales import KVScales
 from jaxserve.model.llama import ModelParts, llama_parts
 from jaxserve.model.rope import inverse_frequencies, rotation
@@ -34,7 +35,8 @@ class ModelFunctions:
     Args:
         config: shapes and constants.
         kernel: which attention kernel, and how it runs.
-        graphs: the NNX graph definitions of embedding, block and head.
+        graphs: the NNX graph definitions of embedding, block (for plain params and for joined) and
+            head.
         abstract_params: nested dict of `jax.ShapeDtypeStruct`: what params must look like.
     """
 
@@ -42,6 +44,23 @@ class ModelFunctions:
     kernel: AttentionKernel
     graphs: dict[str, nnx.GraphDef]
     abstract_params: Params
+
+    @property
+    def joins(self) -> bool:
+        """Whether layers run faster with their params joined (`model.joined`).
+
+        So on CPU, by a tenth at one row; not with several devices, which cut each projection by its
+        own heads, nor elsewhere, where it was not measured.
+        """
+        return self.kernel.is_native
+
+    @property
+    def served_params(self) -> Params:
+        """What programs take: `abstract_params`, with joined layers where the model `joins`."""
+        if not self.joins:
+            return self.abstract_params
+        layers = {i: join_layer(one) for i, one in self.abstract_params["layers"].items()}
+        return {**self.abstract_params, "layers": layers}
 
     def layer_params(self, params: Params) -> list[Params]:
         """One tree per layer, in order."""
@@ -76,7 +95,8 @@ class ModelFunctions:
         """Runs consecutive layers; the tokens' keys and values go into the pages.
 
         Args:
-            layer_params, kv_pages: one per layer; pages are donated by the caller.
+            layer_params, kv_pages: one per layer, params plain or joined; pages are donated by the
+                caller.
             x: [T, E], the output of the layer before.
             positions: i32[T], absolute.
             rows: where each row stands in the pages.
@@ -90,7 +110,8 @@ class ModelFunctions:
         scales = [None] * len(layer_params) if kv_scales is None else kv_scales
         written = []
         for one, kv, scale in zip(layer_params, kv_pages, scales, strict=True):
-            x, kv = nnx.merge(self.graphs["block"], one)(x, cos, sin, rows, kv, scale)
+            graph = self.graphs["joined_block" if is_joined(one) else "block"]
+            x, kv = nnx.merge(graph, one)(x, cos, sin, rows, kv, scale)
             written.append(kv)
         return x, written
 

@@ -1,0 +1,114 @@
+"""Joined projections: the same columns in one matrix, the same hidden states, and who asks for them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.device.params import put_params
+from jaxserve.model.attention import AttentionKernel, PagedRows
+from jaxserve.model.joined import is_joined, join_layer
+from jaxserve.model.registry import build_model
+from jaxserve.model_config import ModelConfig, RopeConfig
+from pallas_kernels.ragged_paged_attention.layout import KVPages
+
+CONFIG = ModelConfig(
+    architecture="llama",
+    vocab_size=32,
+    hidden_size=24,
+    intermediate_size=40,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    rms_norm_eps=1e-5,
+    rope=RopeConfig(theta=1e4),
+    max_position_embeddings=64,
+    tie_word_embeddings=True,
+    attention_bias=True,
+    mlp_bias=True,
+)
+F32 = jnp.dtype("float32")
+
+
+def random_params(model) -> dict:
+    rng = np.random.default_rng(3)
+    return jax.tree.map(
+        lambda leaf: (0.3 * rng.standard_normal(leaf.shape)).astype(np.float32),
+        model.abstract_params,
+    )
+
+
+@pytest.mark.parametrize(("backend", "num_tokens"), [("cpu", 1), ("cpu", 3), ("xla", 12)])
+def test_joined_layers_give_the_same_hidden_states(backend, num_tokens):
+    model = build_model(CONFIG, F32, AttentionKernel(backend=backend))
+    params = random_params(model)
+    plain = put_params(params, model.abstract_params)
+    joined = put_params(params, model.abstract_params, join=True)
+    assert not is_joined(plain["layers"][0])
+    assert is_joined(joined["layers"][0])
+    layout = "head_major" if backend == "cpu" else "split"
+    single = int(num_tokens == 1)
+    rows = PagedRows(
+        kv_lens=jnp.array([num_tokens], jnp.int32),
+        page_table=jnp.array([1], jnp.int32),
+        kv_starts=jnp.zeros(1, jnp.int32),
+        cu_q_lens=jnp.array([0, num_tokens], jnp.int32),
+        ranges=jnp.array([single, single, 1], jnp.int32),
+    )
+    x = model.embed(plain["embed"], jnp.arange(num_tokens, dtype=jnp.int32))
+
+    def run(served):
+        pages = [KVPages.zeros(layout, 2, 16, 2, 16, F32)] * 2
+        positions = jnp.arange(num_tokens, dtype=jnp.int32)
+        return np.asarray(model.layers(model.layer_params(served), pages, x, positions, rows)[0])
+
+    expected = run(plain)
+    assert np.abs(run(joined) - expected).max() < 1e-5
+    swapped = {**params["layers"][0]["attn"], "q": params["layers"][0]["attn"]["q"]}
+    swapped["k"], swapped["v"] = swapped["v"], swapped["k"]
+    params["layers"][0] = {**params["layers"][0], "attn": swapped}
+    other = put_params(params, model.abstract_params, join=True)
+    assert np.abs(run(other) - expected).max() > 1e-3
+
+
+def test_only_the_native_path_asks_for_it():
+    native = build_model(CONFIG, F32, AttentionKernel(backend="cpu"))
+    assert native.joins
+    assert all(is_joined(layer) for layer in native.served_params["layers"].values())
+    portable = build_model(CONFIG, F32, AttentionKernel(backend="xla"))
+    assert not portable.joins
+    assert portable.served_params is portable.abstract_params
+    mesh = jax.sharding.AbstractMesh((2,), ("model",))
+    assert not AttentionKernel(backend="cpu", mesh=mesh).is_native
+
+
+def test_what_is_served_is_what_is_put_and_no_array_of_the_caller_is_used_in_place():
+    model = build_model(CONFIG, F32, AttentionKernel(backend="cpu"))
+    params = random_params(model)
+    params["layers"][0]["attn"]["k"]["kernel"] = np.asfortranarray(
+        params["layers"][0]["attn"]["k"]["kernel"]
+    )
+    served = put_params(params, model.abstract_params, own=True, join=True)
+    shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), served)
+    assert shapes == jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), model.served_params)
+    before = jax.tree.map(np.array, served)
+    for leaf in jax.tree.leaves(params):
+        leaf[...] = 7
+    assert jax.tree.all(jax.tree.map(np.array_equal, before, jax.tree.map(np.asarray, served)))
+
+
+def test_parts_stand_side_by_side_in_order_and_the_rest_is_shared():
+    model = build_model(CONFIG, F32, AttentionKernel(backend="cpu"))
+    layer = random_params(model)["layers"][1]
+    joined = join_layer(layer)
+    attn, mlp = layer["attn"], layer["mlp"]
+    for name in ("kernel", "bias"):
+        qkv = np.concatenate([attn[part][name] for part in "qkv"], axis=-1)
+        assert np.array_equal(joined["attn"]["qkv"][name], qkv)
+        both = np.concatenate([mlp["gate"][name], mlp["up"][name]], axis=-1)
+        assert np.array_equal(joined["mlp"]["gate_up"][name], both)
+    assert joined["attn"]["qkv"]["kernel"].flags.c_contiguous
+    assert joined["attn"]["o"] is attn["o"]
+    assert set(joined["attn"]) == {"qkv", "o"}
+    assert set(joined["mlp"]) == {"gate_up", "down"}
