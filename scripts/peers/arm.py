@@ -96,7 +96,10 @@ class Arm(contextlib.AbstractContextManager):
         reason = f": {said[-1].strip()}" if said else ""
         raise PeerError(f"the {self.name} arm ended with status {status}{reason} ({self._log})")
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:  # interrupted, or failed: nobody waits for the end of a run
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()  # the worker leaves its loop
         with contextlib.suppress(subprocess.TimeoutExpired):

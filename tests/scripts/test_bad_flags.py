@@ -16,6 +16,7 @@ SCRIPTS = [
     ),
     ("bench_peers", "--peers=vlm", "--peers=vlm: no 'vlm'; known: vllm, transformers, llama_cpp"),
     ("bench_peers", "--workloads=w9", "--workloads=w9: no 'w9'; known: w1, w2, w3"),
+    ("bench_peers", "--table=nowhere.json", "--table: nowhere.json is not a file"),
     ("bench_peers", "--repetitions=0", "--repetitions must be at least 1, got 0"),
     ("bench_peers", "--model=nowhere", "--model=nowhere is no checkpoint directory"),
     ("device_check", "--backend=gpu", "attention_backend='gpu' runs on gpu, and this is cpu"),

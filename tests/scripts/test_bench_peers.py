@@ -254,6 +254,25 @@ def test_a_child_of_a_worker_ends_with_it(tmp_path):
     pytest.fail(f"process {child} still runs")
 
 
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_an_arm_is_asked_to_end_but_not_where_nobody_waits_for_its_run(tmp_path, is_interrupted):
+    program = "import pathlib, sys; print('{}', flush=True); sys.stdin.read(); "
+    program += f"pathlib.Path({str(tmp_path / 'asked')!r}).touch()"
+
+    def use() -> None:
+        with Arm("x", [sys.executable, "-c", program], log=tmp_path / "err") as arm:
+            arm.read()
+            if is_interrupted:
+                raise KeyboardInterrupt
+
+    if is_interrupted:
+        with pytest.raises(KeyboardInterrupt):
+            use()
+    else:
+        use()
+    assert (tmp_path / "asked").exists() is not is_interrupted
+
+
 def test_a_peer_is_installed_once_and_again_after_an_interruption_or_a_new_version(
     tmp_path, monkeypatch
 ):
@@ -373,11 +392,10 @@ def test_starts_are_timed_apart_from_the_first(compare_with_fake):
     assert all(len(one["later_s"]["each"]) == 2 and one["first_s"] > 0 for one in startup.values())
 
 
-def test_an_engine_that_ends_early_ends_the_script(compare_with_fake, tmp_path):
+def test_an_engine_that_ends_early_ends_the_script(compare_with_fake):
     done = compare_with_fake([9, 1], [9], "--workloads=w1", "--repetitions=1")
     assert (done.returncode, done.stdout) == (1, "")
     assert "bench_peers: the vllm arm ended with status 3" in done.stderr
-    assert "jaxserve done" in (tmp_path / "log").read_text()
 
 
 def test_a_peer_that_is_not_installed_is_refused(compare_with_fake):
