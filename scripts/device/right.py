@@ -23,12 +23,23 @@ KV_DTYPES = ["same", "int8", "float8_e4m3fn"]
 LIMITS = {"float32": 2e-5, "bfloat16": 1e-2}
 
 
-def random_call(rng: np.random.Generator, number: int, dtype: str, page_size: int, longest: int):
-    """(name, heads, KV dtype, options, row arrays, whether there are sinks) nobody has seen before."""
+def random_call(
+    rng: np.random.Generator,
+    number: int,
+    dtype: str,
+    page_size: int,
+    longest: int,
+    served: tuple[str, ...] | None,
+):
+    """(name, heads, KV dtype, options, row arrays, whether there are sinks) nobody has seen before.
+
+    `served` are the dtypes of pages that the backend serves, None for all.
+    """
     heads = HEADS[number % len(HEADS)]
     options = OPTIONS[number % len(OPTIONS)]
     kv_dtype = KV_DTYPES[number // 2 % len(KV_DTYPES)]
-    kv_dtype = dtype if kv_dtype == "same" else kv_dtype
+    if kv_dtype == "same" or (served is not None and kv_dtype not in served):
+        kv_dtype = dtype
     singles = int(rng.integers(0, 6))
     chunks = sorted(int(n) for n in rng.integers(2, max(3, longest // 4), rng.integers(1, 4)))
     counts = [1] * singles + chunks
@@ -59,7 +70,7 @@ def check_attention(
             yield Row(part="attention", name="the rest", figures={"skipped": "out of time"})
             return
         name, heads, kv_dtype, options, rows, sinks = random_call(
-            rng, number, dtype, page_size, longest
+            rng, number, dtype, page_size, longest, dispatch.BACKENDS[backend].kv_dtypes
         )
         try:
             figures = _compare(

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from jaxserve.config import CacheConfig, SchedulerConfig
 from jaxserve.device.executor import DeviceExecutor, StepShapes
+from jaxserve.device.params import put_params
 from jaxserve.device.programs import Program, ProgramTable
 from jaxserve.engine import Engine
 from jaxserve.model.attention import AttentionKernel
@@ -69,7 +70,8 @@ def make_engine(
         kv_dtype=params["embed"]["embedding"].dtype,
         layers_per_program=max(n for n in range(1, 9) if layers % n == 0),
     )
-    executor = DeviceExecutor(shapes, params)
+    placed = put_params(params, model.abstract_params, join=model.joins)
+    executor = DeviceExecutor(shapes, placed)
     executor.warm_up()
     scheduler = build_scheduler(
         SchedulerConfig(),
