@@ -67,7 +67,7 @@ def argument_specs(program: Program, model: ModelFunctions, layout: str) -> tupl
     params = sharding.param_specs(model.abstract_params, AXIS)
     pages = [sharding.pages_spec(layout, AXIS)] * model.config.num_layers
     return {
-        "embed": (params["embed"], P()),
+        "embed": (params["embed"], P(), P()),
         "layers": (model.layer_params(params), pages, P(), P(), P(), P(AXIS)),
         "select": (P(), P(), P()),
         "sample": (model.head_params(params), P(), P()),
