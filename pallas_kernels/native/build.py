@@ -8,8 +8,11 @@ handler compiled against newer ones is refused by an older runtime. The headers 
 one object serves every version of Python.
 
 Invariant: an object is there in full or not at all, and is named after what it needs from the CPU.
+Beside it lie the digests of the object and of its sources, by which `load` knows one that an install
+cut short, or that older sources made.
 """
 
+import hashlib
 import importlib.util
 import os
 import platform
@@ -60,6 +63,27 @@ def object_path(level: str, folder: Path = HERE) -> Path:
     return folder / f"kernels-{level}.so"
 
 
+def digests(target: Path) -> str:
+    """What must lie beside an object (`digest_path`) for it to be served, as text.
+
+    Args:
+        target: the object.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    sources = hashlib.sha256(" ".join(FLAGS).encode())
+    for path in sorted(path for path in HERE.parent.rglob("*") if path.suffix in (".cc", ".h")):
+        sources.update(path.read_bytes())
+    made = hashlib.sha256(target.read_bytes())
+    return f"object {made.hexdigest()}\nsources {sources.hexdigest()}\n"
+
+
+def digest_path(target: Path) -> Path:
+    """Where the digests of an object lie."""
+    return target.with_suffix(".sha256")
+
+
 def include_folder() -> Path:
     """The folder of XLA's FFI headers, which jaxlib carries.
 
@@ -107,7 +131,10 @@ def build(folder: Path = HERE) -> list[Path]:
             )
             if done.returncode:
                 raise BuildError(f"{command[0]} for {level} failed:\n{done.stderr[-4000:]}")
+            sums = digest_path(made)
+            sums.write_text(digests(made))
             os.replace(made, target)
+            os.replace(sums, digest_path(target))
         built.append(target)
     return built
 

@@ -4,8 +4,8 @@ Called by the backends that are made of them, and by `dispatch` to learn whether
 object is chosen by what the CPU can do; what is missing is said in one sentence, never passed over in
 silence.
 
-Invariant: a target is registered only from an object that this CPU runs, before anything is compiled
-against it.
+Invariant: a target is registered only from an object that this CPU runs, that is whole and made from
+the sources beside it, before anything is compiled against it.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ import functools
 import platform
 from pathlib import Path
 
-from pallas_kernels.native.build import HERE, levels, object_path
+from pallas_kernels.native.build import HERE, digest_path, digests, levels, object_path
 
 TARGETS = (
     "jaxserve_ragged_paged_attention",
@@ -34,13 +34,37 @@ def find_object(folder: Path = HERE) -> tuple[Path | None, str]:
     for level, _, needs in levels():
         path = object_path(level, folder)
         if set(needs) <= able and path.exists():
-            return path, ""
+            fault = _fault_of(path)
+            return (None, fault) if fault else (path, "")
     if any(object_path(level, folder).exists() for level, _, _ in levels()):
         return None, f"no build of the C++ kernels runs on this {platform.machine()} CPU"
     return None, (
         "the C++ kernels were not built: the install found no compiler; with one, run "
         "python -m pallas_kernels.native.build"
     )
+
+
+def _fault_of(path: Path) -> str | None:
+    """Why an object is not to be loaded, which for a file that is cut off would end the process."""
+    remedy = "python -m pallas_kernels.native.build builds it anew"
+    try:
+        if digest_path(path).read_text() == digests(path):
+            return None
+    except (OSError, UnicodeDecodeError) as error:
+        return f"{path.name} cannot be checked ({error}); {remedy}"
+    return f"{path.name} is damaged, or other sources made it; {remedy}"
+
+
+@functools.cache
+def _open() -> tuple[ctypes.CDLL | None, str]:
+    """(the library, which has to stay loaded as long as programs call it: it is kept here, or None; why)."""
+    path, reason = find_object()
+    if path is None:
+        return None, reason
+    try:
+        return ctypes.cdll.LoadLibrary(str(path)), ""
+    except OSError as error:  # a C++ library that it needs is missing or too old
+        return None, f"{path.name} cannot be loaded: {error}"
 
 
 def cpu_flags() -> frozenset[str]:
@@ -57,27 +81,22 @@ def cpu_flags() -> frozenset[str]:
 
 def missing() -> str | None:
     """Why the C++ kernels cannot be used here; None where they can."""
-    path, reason = find_object()
-    return None if path is not None else reason
+    library, reason = _open()
+    return None if library is not None else reason
 
 
 @functools.cache
 def register() -> ctypes.CDLL:
-    """Loads the object and registers its targets; does nothing the second time.
-
-    Returns:
-        The library, which has to stay loaded as long as programs call it: it is kept here.
+    """Registers the targets of the library, and returns it; does nothing the second time.
 
     Raises:
-        NotImplementedError: there is no object for this CPU.
-        OSError: it cannot be loaded.
+        NotImplementedError: there is none that this CPU runs; says why.
     """
-    path, reason = find_object()
-    if path is None:
+    library, reason = _open()
+    if library is None:
         raise NotImplementedError(reason)
     import jax.ffi
 
-    library = ctypes.cdll.LoadLibrary(str(path))
     for target in TARGETS:
         jax.ffi.register_ffi_target(
             target, jax.ffi.pycapsule(getattr(library, target)), platform="cpu"

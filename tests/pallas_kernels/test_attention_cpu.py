@@ -212,7 +212,7 @@ def test_the_best_object_that_the_cpu_runs_is_taken(tmp_path, monkeypatch):
     monkeypatch.setattr(load, "cpu_flags", lambda: frozenset(needs))
     assert "the install found no compiler" in find(tmp_path)[1]
     for level in (best, second):
-        build.object_path(level, tmp_path).touch()
+        make_object(build.object_path(level, tmp_path), b"an object")
     assert find(tmp_path)[0] == build.object_path(best, tmp_path)
     monkeypatch.setattr(load, "cpu_flags", lambda: frozenset(fewer))
     assert find(tmp_path)[0] == build.object_path(second, tmp_path)
@@ -220,6 +220,51 @@ def test_the_best_object_that_the_cpu_runs_is_taken(tmp_path, monkeypatch):
     path, reason = find(tmp_path)
     assert path is None
     assert "no build of the C++ kernels runs on this" in reason
+
+
+def make_object(path, content):
+    path.write_bytes(content)
+    build.digest_path(path).write_text(build.digests(path))
+
+
+def find_only(path, monkeypatch):
+    """As `load` finds the one object, in the folder of `path`, on a CPU that runs it."""
+    monkeypatch.setattr(load, "levels", lambda: (("one", (), ()),))
+    return load.find_object.__wrapped__(path.parent)
+
+
+def test_an_object_that_is_not_whole_is_not_loaded(tmp_path, monkeypatch):
+    """Loading one that is cut off ends the process with SIGBUS."""
+    path = build.object_path("one", tmp_path)
+    make_object(path, b"an object")
+    assert find_only(path, monkeypatch) == (path, "")
+    path.write_bytes(b"an obj")
+    assert find_only(path, monkeypatch)[0] is None
+    assert "kernels-one.so is damaged, or other sources made it" in find_only(path, monkeypatch)[1]
+    build.digest_path(path).unlink()
+    assert "kernels-one.so cannot be checked" in find_only(path, monkeypatch)[1]
+    assert "native.build builds it anew" in find_only(path, monkeypatch)[1]
+
+
+def test_an_object_of_other_sources_is_not_loaded(tmp_path, monkeypatch):
+    """As after an update of a checkout: its targets may take other arguments."""
+    path = build.object_path("one", tmp_path)
+    make_object(path, b"an object")
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-DOTHER"))
+    assert "other sources made it" in find_only(path, monkeypatch)[1]
+
+
+def test_an_object_that_cannot_be_loaded_is_missing_and_says_why(tmp_path, monkeypatch):
+    path = build.object_path("one", tmp_path)
+    make_object(path, b"no object at all")
+    monkeypatch.setattr(load, "find_object", lambda: (path, ""))
+    monkeypatch.setattr(load, "_open", load._open.__wrapped__)
+    assert "kernels-one.so cannot be loaded: " in load.missing()
+    with pytest.raises(NotImplementedError, match="cannot be loaded"):
+        load.register.__wrapped__()
+    demand = dispatch.Demand(platform="cpu", dtype="float32", kv_dtype="float32", head_dim=64)
+    assert dispatch.resolve_backend("auto", demand) == "xla"
+    assert "cannot be loaded" in dispatch.explain_backend("auto", demand)
 
 
 def test_a_build_that_fails_says_why(tmp_path, monkeypatch):
