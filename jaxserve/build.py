@@ -27,6 +27,7 @@ from jaxserve.device.choices import (
     layers_per_program,
     resolve_attention,
 )
+from jaxserve.device.compiled_entries import remove_damaged
 from jaxserve.device.dtypes import resolve_dtype, resolve_kv_dtype
 from jaxserve.device.executor import DeviceExecutor
 from jaxserve.device.params import put_params
@@ -184,6 +185,7 @@ def _use_compilation_cache(folder: str | Path) -> None:
     except OSError as error:
         _LOG.warning("compilation_cache_dir %s cannot be used: %s", folder, error.strerror)
         return
+    remove_damaged(Path(folder).expanduser())
     jax.config.update("jax_compilation_cache_dir", str(Path(folder).expanduser()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

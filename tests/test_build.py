@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import logging
+import os
 
 import jax
 import numpy as np
@@ -154,6 +155,15 @@ def test_a_second_start_traces_nothing_and_compiles_nothing(own_cache_dir, monke
     num_traced, num_compiled, _ = work.of_a_start(own_cache_dir)
     assert num_traced > 0
     assert num_compiled == 0  # the same programs came out of it
+
+
+def test_compiled_programs_that_were_cut_short_are_made_anew_once(own_cache_dir, monkeypatch):
+    work = Work(monkeypatch)
+    _, num_compiled, token_ids = work.of_a_start(own_cache_dir)
+    for path in own_cache_dir.glob("*-cache"):
+        os.truncate(path, path.stat().st_size // 2)
+    assert work.of_a_start(own_cache_dir) == (0, num_compiled, token_ids)
+    assert work.of_a_start(own_cache_dir) == (0, 0, token_ids)
 
 
 def test_ladders_of_ones_own_are_compiled_and_no_more():

@@ -18,7 +18,9 @@ import json
 import logging
 import os
 import re
+import shutil
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,8 @@ _LOG = logging.getLogger(__name__)
 _MAGIC = b"jaxserve program 1\n"
 _DIGEST_BYTES = 32
 MAX_KEPT = 4096  # files; an engine has some fifty, of ten to a hundred KB each
+_SCRATCH = "scratch-"  # folders of files that are being written
+_SCRATCH_S = 3600  # older ones were left by a process that was killed
 _NAME = re.compile(r"[a-z_]+-\d+-[0-9a-f]{32}\.program")
 
 
@@ -136,7 +140,7 @@ class ProgramStore:
             return
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=self._folder) as scratch:
+            with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=self._folder) as scratch:
                 made = Path(scratch) / path.name
                 made.write_bytes(_MAGIC + hashlib.sha256(body).digest() + body)
                 os.replace(made, path)
@@ -154,9 +158,13 @@ class ProgramStore:
     def prune(self, limit: int = MAX_KEPT) -> None:
         """Removes the entries unused for longest beyond `limit`: those of older versions, in time.
 
-        Only files that are named like entries are touched. Other processes may do the same.
+        What a process that was killed left half-written goes too. Only what is named as here is
+        touched. Other processes may do the same.
         """
         try:
+            for path in self._folder.glob(f"{_SCRATCH}*"):
+                if time.time() - path.stat().st_mtime > _SCRATCH_S:
+                    shutil.rmtree(path, ignore_errors=True)
             entries = [path for path in self._folder.iterdir() if _NAME.fullmatch(path.name)]
             entries.sort(key=lambda path: path.stat().st_mtime)
             for path in entries[: max(0, len(entries) - limit)]:

@@ -163,6 +163,17 @@ def test_the_entries_unused_for_longest_make_room(tmp_path):
     assert store.count(programs) == 2
 
 
+def test_what_a_killed_process_left_is_removed_in_time(tmp_path):
+    store = ProgramStore(tmp_path, "us")
+    old, new = tmp_path / "scratch-old", tmp_path / "scratch-new"
+    for folder in (old, new):
+        folder.mkdir()
+        (folder / "sums-3.program").write_text("half")
+    os.utime(old, (10, 10))
+    store.prune()
+    assert list(tmp_path.iterdir()) == [new]
+
+
 def test_a_class_that_nobody_named_is_refused(tmp_path):
     program, _ = make_program(returns=())
     with pytest.raises(TypeError, match=r"a Pair that it is not given: .*Program.returns"):
