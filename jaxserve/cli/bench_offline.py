@@ -27,7 +27,7 @@ from jaxserve.cli.flags import (
     help_text,
     wants_help,
 )
-from jaxserve.cli.output_files import is_same_file
+from jaxserve.cli.output_files import check_writable, is_same_file
 from jaxserve.cli.records import EngineRecords, RecordFlags
 from jaxserve.cli.request_line import LineParser, RequestLine
 from jaxserve.cli.run_input import open_input
@@ -120,6 +120,8 @@ def _check_outputs(given: dict[str, Any]) -> None:
     if len(names) == 2 and Path(given["output"]).resolve() == Path(given["outputs"]).resolve():
         raise UsageError(f"--output and --outputs are the same file, {given['output']}")
     check_output(given["output"])
+    if given["outputs"]:
+        check_writable("outputs", given["outputs"])
 
 
 def _measure_and_write(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.cli.arguments import UsageError
+from jaxserve.cli.output_files import check_writable
 from jaxserve.cli.standard_streams import is_stdout_closed, write_error, write_stdout
 
 _SIGNIFICANT_DIGITS = 6
@@ -23,10 +24,10 @@ def check_output(output: str | None) -> None:
         output: the value of --output.
 
     Raises:
-        UsageError: its folder is not there, or there is no stdout and no file.
+        UsageError: the file cannot be written, or there is no stdout and no file.
     """
-    if output and not Path(output).resolve().parent.is_dir():
-        raise UsageError(f"--output={output}: there is no folder {Path(output).parent}")
+    if output:
+        check_writable("output", output)
     if is_stdout_closed() and not output:
         raise UsageError("cannot write stdout: it is closed; give --output=FILE")
 

@@ -103,6 +103,28 @@ def check_output_file(output: Path, source: str | None) -> None:
             )
 
 
+def check_writable(flag: str, path: str) -> None:
+    """Refuses a file that cannot be written, before there is something to write.
+
+    Args:
+        flag: whose value it is. path: of a file that may exist, a pipe or a device.
+
+    Raises:
+        UsageError: says why.
+    """
+    try:
+        is_new = not os.path.lexists(path)
+        if is_new or stat.S_ISREG(os.stat(path).st_mode):
+            open(path, "ab").close()
+        elif os.path.isdir(path):
+            raise IsADirectoryError(None, "Is a directory")
+        if is_new:
+            os.unlink(path)  # a start that fails later leaves nothing behind
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"cannot write --{flag}={path}: {reason}") from None
+
+
 def all_files(output: Path) -> Iterator[Path]:
     """The output, and the files that are kept beside it."""
     yield output

@@ -11,7 +11,6 @@ import json
 import logging
 import math
 import os
-import stat
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -166,17 +165,7 @@ def _check_file(flag: str, path: str, taken: Mapping[str, str | None]) -> None:
         is_same = name != "-" and Path(name).resolve() == Path(path).resolve()
         if is_same or is_same_file(Path(path), name):
             raise UsageError(f"--{flag}={path} and --{other} are the same file")
-    try:
-        is_new = not os.path.lexists(path)
-        if is_new or stat.S_ISREG(os.stat(path).st_mode):
-            open(path, "ab").close()
-        elif os.path.isdir(path):
-            raise IsADirectoryError(None, "Is a directory")
-        if is_new:
-            os.unlink(path)  # a start that fails later leaves nothing behind
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise UsageError(f"cannot write --{flag}={path}: {reason}") from None
+    check_writable(flag, path)
 
 
 def _next_part(path: str) -> str:

@@ -189,3 +189,16 @@ def test_files_that_cannot_be_what_they_are_asked_to_be(
     assert all(word in err for word in words), err
     assert workload.read_bytes() == before
     assert made == []
+
+
+@pytest.mark.parametrize("flag", ["output", "outputs", "stats_file", "schedule_log"])
+@pytest.mark.parametrize("name", ["folder", "nowhere/x"])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
+    made, model, tmp_path, flag, name, capsys
+):
+    (tmp_path / "folder").mkdir()
+    workload = write_lines(tmp_path / "w.jsonl", LINES)
+    command = ["bench", "offline", f"--model={model}", f"--workload={workload}"]
+    assert main([*command, f"--{flag}={tmp_path}/{name}"]) == 2
+    assert f"cannot write --{flag}={tmp_path}/{name}: " in capsys.readouterr().err
+    assert not made

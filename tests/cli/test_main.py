@@ -91,7 +91,10 @@ def test_version(capsys):
         (["bench", "kernels", "--backends=nope"], ["attention_backend='nope': no such backend"]),
         (["bench", "kernels", "--backends=gpu"], ["attention_backend='gpu' runs on gpu, and this"]),
         (["bench", "kernels", "--page_size=3"], ["page_size=3: attention backend"]),
-        (["bench", "kernels", "--output=nowhere/x"], ["--output=nowhere/x: there is no folder"]),
+        (
+            ["bench", "kernels", "--output=nowhere/x"],
+            ["--output=nowhere/x: No such file or directory"],
+        ),
         (["bench", "offline", "extra", "--model=x"], ["unexpected argument 'extra'"]),
         (
             ["bench", "offline", "--model=x", "--workload=y", "--scheduling=fast"],
