@@ -55,6 +55,7 @@ exit code: 0 measured, 2 could not be measured, 130 or 143 stopped by SIGINT or 
 
 _PROMPT_IDS = 64  # prompts are drawn from the first ids: every vocabulary has as many
 _MAX_PROFILED_STEPS = 32
+_LEAST_PROFILED_LEN = 7  # output tokens beside those of one decode step
 logger = logging.getLogger("jaxserve.cli")
 
 
@@ -103,6 +104,11 @@ def main(argv: Sequence[str]) -> int:
         raise UsageError(
             f"--batch_size={given['batch_size']}: at most --max_num_seqs={given['max_num_seqs']} "
             "requests run together"
+        )
+    least = _LEAST_PROFILED_LEN + given["num_decode_steps"]
+    if given["profile"] and given["output_len"] < least:
+        raise UsageError(
+            f"--output_len={given['output_len']}: --profile needs at least {least} to see a decode step"
         )
     check_output(given["output"])
     configure_logging(given["verbosity"])
@@ -203,12 +209,12 @@ def profile(llm: text_engine.TextEngine, lines: Sequence[RequestLine]) -> dict[s
         for output in llm.step():
             num_outputs[output.request_id] += len(output.outputs[0].token_ids)
 
-    while not min(num_outputs.values()):
+    while not min(num_outputs.values()) and llm.engine.has_work():  # one may fail without a token
         step()
     with record_calls(llm.engine.executor.programs) as calls:  # type: ignore[attr-defined]
         begin = sum(num_outputs.values())
         for _ in range(_MAX_PROFILED_STEPS):
-            if max(num_outputs.values()) >= output_len - 2:
+            if max(num_outputs.values()) >= output_len - 2 or not llm.engine.has_work():
                 break
             step()
         end = sum(num_outputs.values())
@@ -227,7 +233,10 @@ def _profile(calls: Sequence[Any], num_context_tokens: int, ceilings: Any) -> di
         ceilings: `Ceilings` of the machine.
     """
     if not calls:
-        raise UsageError("--profile: --output_len is too small to see a decode step; 8 is enough")
+        raise UsageError(
+            "--profile: no step was seen in which all requests decode: give a larger --output_len, or a "
+            "batch that fits in the KV pages at once"
+        )
     num_steps = min(len(one.seconds) for one in calls)  # a step calls each program once or more
     programs, total_s, total_bytes, total_flops = {}, 0.0, 0.0, 0.0
     for one in calls:

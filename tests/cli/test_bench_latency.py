@@ -73,5 +73,25 @@ def test_profile_names_each_program_of_a_step_and_leaves_the_engine_as_it_was():
 
 
 def test_profile_of_nothing_is_refused():
-    with pytest.raises(UsageError, match="output_len is too small"):
+    with pytest.raises(UsageError, match="no step was seen in which all requests decode"):
         bench_latency.profile(shared_llm(), bench_latency.make_batch(1, 8, 2))
+
+
+def test_a_profile_of_too_few_tokens_is_refused_before_anything_is_measured(command, made, capsys):
+    assert main([*command, "--profile", "--output_len=10", "--num_decode_steps=4"]) == 2
+    assert "--output_len=10: --profile needs at least 11" in capsys.readouterr().err
+    assert not made
+
+
+def test_a_profile_ends_where_a_request_fails_without_a_token(monkeypatch):
+    llm = shared_llm()
+    step = llm.step
+
+    def step_and_fail():
+        llm.engine.abort("0")
+        return step()
+
+    monkeypatch.setattr(llm, "step", step_and_fail)
+    with pytest.raises(UsageError, match="no step was seen in which all requests decode"):
+        bench_latency.profile(llm, bench_latency.make_batch(2, 8, 12))
+    assert not llm.engine.has_work()
