@@ -26,7 +26,10 @@ def read_requests(workload: Path) -> list[dict[str, Any]]:
     Raises:
         ComparisonError: a line at fault.
     """
-    requests = [json.loads(line) for line in workload.read_text("utf-8").splitlines()]
+    try:
+        requests = [json.loads(line) for line in workload.read_text("utf-8").splitlines()]
+    except (OSError, ValueError) as error:
+        raise ComparisonError(f"{workload} is no workload: {error}") from None
     for number, one in enumerate(requests, 1):
         wanted = {"ignore_eos": True, "temperature": 0}
         fixed = all(one.get(name) == value for name, value in wanted.items())

@@ -1,12 +1,16 @@
-"""The goals and what was measured, as the Markdown table of docs/performance.md. Pure.
+"""The goals and what was measured, as the Markdown table of docs/performance.md.
 
 Used by `scripts/bench_peers --table`. Invariant: a row that no result speaks of says so; nothing is
 filled in from elsewhere.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from scripts.peers.comparison import ComparisonError
 
 Result = Mapping[str, Any]
 NOT_MEASURED = "not measured yet"
@@ -115,6 +119,21 @@ GOALS = (
         find=_startup_ratio,
     ),
 )
+
+
+def read_result(path: Path) -> Result:
+    """A result that `bench_peers --output` wrote.
+
+    Raises:
+        ComparisonError: the file holds none.
+    """
+    try:
+        result = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ComparisonError(f"{path} is no result of bench_peers: {error}") from None
+    if not isinstance(result, dict) or not {"date", "machine", "num_repetitions"} <= result.keys():
+        raise ComparisonError(f"{path} is no result of bench_peers")
+    return result
 
 
 def goals_table(results: Sequence[Result]) -> str:

@@ -402,3 +402,27 @@ def test_a_peer_that_is_not_installed_is_refused(compare_with_fake):
     done = compare_with_fake([], [], "--peers=transformers")
     assert done.returncode == 2
     assert "transformers is not installed; --install=transformers does it" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--output=nowhere/x.json"], "--output=nowhere/x.json cannot be written: No such file"),
+        (["--output=model"], "--output=model cannot be written: Is a directory"),
+        (["--workloads="], "--workloads names none"),
+        (["--workloads_folder=model"], "model/w1.jsonl is no workload: "),
+        (["--num_threads=0"], "--num_threads must be at least 1, got 0"),
+        (["--own_python=model/config.json"], "--own_python=model/config.json is missing"),
+        (["--table=worker.py"], "worker.py is no result of bench_peers"),
+        (["--table=w1.jsonl"], "w1.jsonl is no result of bench_peers"),
+        (["--table=model/config.json"], "model/config.json is no result of bench_peers"),
+    ],
+)
+def test_what_could_not_end_well_is_refused_before_an_engine_starts(
+    compare_with_fake, tmp_path, flags, said
+):
+    done = compare_with_fake([9, 1], [9, 1], *flags)
+    assert done.returncode in (1, 2)
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "log").read_text() == ""
