@@ -100,13 +100,17 @@ class StepLoop:
         return StepUnderWay(plan=plan, batch=batch, handle=handle, sent_s=sent_s)
 
     def _finish(self, step: StepUnderWay, following: StepUnderWay | None) -> None:
+        # Of a step whose sequences have all ended nobody may have asked for long: the engine was idle.
+        is_void = step.plan.is_void
+        begin_s = self._clock() if is_void else max(step.sent_s, self._last_done_s)
         sampled = step.handle.result()
         now_s = self._clock()
-        seconds = now_s - max(step.sent_s, self._last_done_s)
+        seconds = now_s - begin_s
         self._last_done_s = now_s
         result = self.scheduler.update(step.plan, sampled)
         self._take_in(result)
-        self.scheduler.observe_step(step.plan, seconds)
+        if not is_void:
+            self.scheduler.observe_step(step.plan, seconds)
         next_plan = None if following is None else following.plan
         for observer in self._observers:
             observer.step_done(

@@ -361,6 +361,39 @@ def test_a_failing_step_under_way_loses_nothing(mode):
             assert ids == expected_tokens([ord(name), 2], 10)
 
 
+def test_a_step_that_nobody_waited_for_takes_no_time():
+    """One is under way when the last sequence ends by a stop; the engine may then be idle for long."""
+    now = [0.0]
+    seconds: list[float] = []
+    engine = make_engine(async_scheduling=True, clock=lambda: now[0])
+    engine.scheduler.observe_step = lambda plan, took: seconds.append(took)
+    records = CountSteps()
+    engine.observers.append(records)
+    stop = expected_tokens([5, 2], 3)[-1]
+    params = SamplingParams(max_tokens=10, temperature=0, stop_token_ids=[stop])
+    for name in ("a", "b"):
+        engine.add(Request(id=name, prompt_token_ids=[5, 2], sampling_params=params))
+        while engine.has_work():
+            now[0] += 1
+            engine.step()
+        now[0] += 1000  # nobody asks for anything
+    assert records.num_void > 0
+    assert seconds
+    assert max(seconds + records.seconds) < 10
+
+
+class CountSteps:
+    """An observer that notes how long steps took, and how many of them advanced nobody."""
+
+    def __init__(self):
+        self.seconds: list[float] = []
+        self.num_void = 0
+
+    def step_done(self, record):
+        self.seconds.append(record.seconds)
+        self.num_void += not record.result.advanced
+
+
 def test_a_batch_depends_on_its_plan_alone(monkeypatch):
     """What the builder carries from step to step is what it would make anew."""
     carried = BatchBuilder.__call__

@@ -52,6 +52,11 @@ class StepPlan:
     moves_in: Pairs = ()
 
     @property
+    def is_void(self) -> bool:
+        """Whether it was sent, and all of its sequences have ended since."""
+        return not any(one.seq.num_in_flight or one.seq.num_pending for one in self.slices)
+
+    @property
     def num_padding_tokens(self) -> int:
         return self.bucket.num_tokens - self.num_tokens
 
