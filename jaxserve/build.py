@@ -84,7 +84,7 @@ def build_engine(config: EngineConfig, loaded: LoadedModel) -> tuple[Engine, Sta
     shapes, explanation = _choose_shapes(config, loaded.config, max_model_len)
     model = shapes.model
     given = loaded.params.result() if isinstance(loaded.params, Future) else loaded.params
-    params = put_params(given, model.abstract_params, join=model.joins)
+    params = put_params(given, model.abstract_params, pack=model.packs)
     kv_scales = _kv_scales(config, loaded, params, shapes.dtype)
     load_s = loaded.load_s + time.monotonic() - begin
 

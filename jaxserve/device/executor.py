@@ -162,7 +162,7 @@ class DeviceExecutor:
         if self._last is not None and not self._last.is_done:
             raise RuntimeError("update_params: a step is under way; wait for its result first")
         model = self._shapes.model
-        self._take_params(put_params(params, model.abstract_params, own=True, join=model.joins))
+        self._take_params(put_params(params, model.abstract_params, own=True, pack=model.packs))
 
     def _take_params(self, params: Params) -> None:
         layers = self._shapes.model.layer_params(params)

@@ -1,7 +1,7 @@
 """Params on their way to the device: checked against what the model expects, leaf by leaf.
 
 Called by `build` for the first weights and by the executor for those that replace them. Invariant:
-what is returned is plain dicts of the expected keys, shapes and dtypes, joined where the caller asked
+what is returned is plain dicts of the expected keys, shapes and dtypes, packed where the caller asked
 for it, and complete on the device.
 """
 
@@ -12,12 +12,12 @@ import jax
 import numpy as np
 
 from jaxserve.errors import ConfigError
-from jaxserve.model.joined import join_layer
+from jaxserve.model.packed import pack_params
 from jaxserve.model.registry import Params
 
 
 def put_params(
-    params: object, abstract: Params, *, own: bool = False, join: bool = False
+    params: object, abstract: Params, *, own: bool = False, pack: bool = False
 ) -> Params:
     """The tree as plain dicts, every leaf on the device.
 
@@ -27,16 +27,15 @@ def put_params(
         abstract: `ModelFunctions.abstract_params`.
         own: numpy arrays may be written to afterwards. Else they are not, and where the device is
             the CPU they are used in place: a mapped checkpoint is not copied.
-        join: join the layers' projections (`model.joined`), one layer after the other. What is
-            joined is a copy, so for arrays that are on the device already the caller's come on top.
+        pack: pack the matrices (`model.packed`). What is packed is a copy, so for arrays that are on
+            the device already the caller's come on top.
 
     Raises:
         ConfigError: a leaf that is missing, superfluous, or of another shape or dtype; it is named.
     """
     checked = _checked(params, abstract, "params")
-    if join:
-        for index, layer in checked["layers"].items():
-            checked["layers"][index] = _put(join_layer(layer), own)
+    if pack:
+        checked = pack_params(checked)
     return _put(checked, own)
 
 

@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxserve.model.kv_scales import KVScales
-from jaxserve.model.layers import Linear, project
+from jaxserve.model.layers import Linear, PackedLinear
 from jaxserve.model.rope import rotate
 from jaxserve.model.sharding import over_heads
 from jaxserve.model_config import ModelConfig
@@ -66,22 +66,23 @@ class AttentionKernel:
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention; query head h reads kv head h // (H / K). `is_joined` as in `join_layer`."""
+    """Grouped-query attention; query head h reads kv head h // (H / K). `is_packed` as in `pack_layer`."""
 
     def __init__(
-        self, config: ModelConfig, dtype, kernel: AttentionKernel, *, is_joined: bool = False
+        self, config: ModelConfig, dtype, kernel: AttentionKernel, *, is_packed: bool = False
     ):
         q_size = config.num_heads * config.head_dim
         kv_size = config.num_kv_heads * config.head_dim
         bias = config.attention_bias
-        if is_joined:
-            self.qkv = Linear(config.hidden_size, q_size + 2 * kv_size, dtype, use_bias=bias)
+        if is_packed:
+            self.qkv = PackedLinear(config.hidden_size, q_size + 2 * kv_size, dtype, use_bias=bias)
+            self.o = PackedLinear(q_size, config.hidden_size, dtype, use_bias=bias)
         else:
             self.q = Linear(config.hidden_size, q_size, dtype, use_bias=bias)
             self.k = Linear(config.hidden_size, kv_size, dtype, use_bias=bias)
             self.v = Linear(config.hidden_size, kv_size, dtype, use_bias=bias)
-        self.o = Linear(q_size, config.hidden_size, dtype, use_bias=bias)
-        self.is_joined = is_joined
+            self.o = Linear(q_size, config.hidden_size, dtype, use_bias=bias)
+        self.is_packed = is_packed
         self.splits = (q_size, q_size + kv_size)
         self.head_dim = config.head_dim
         self.kernel = kernel
@@ -111,12 +112,10 @@ class Attention(nnx.Module):
         def heads(y: jax.Array) -> jax.Array:
             return y.reshape(y.shape[0], -1, self.head_dim)
 
-        is_native = self.kernel.is_native
-        if self.is_joined:
-            (qkv,) = project(x, [self.qkv], is_native=is_native)
-            q, k, v = jnp.split(qkv, self.splits, axis=1)
+        if self.is_packed:
+            q, k, v = jnp.split(self.qkv(x), self.splits, axis=1)
         else:
-            q, k, v = project(x, [self.q, self.k, self.v], is_native=is_native)
+            q, k, v = self.q(x), self.k(x), self.v(x)
         out, kv, _ = self.kernel.attend(
             rotate(heads(q), cos, sin),
             rotate(heads(k), cos, sin),
@@ -133,5 +132,4 @@ class Attention(nnx.Module):
             backend=self.kernel.backend,
             interpret=self.kernel.interpret or None,
         )
-        (mixed,) = project(out.reshape(out.shape[0], -1), [self.o], is_native=is_native)
-        return mixed, kv
+        return self.o(out.reshape(out.shape[0], -1)), kv

@@ -1,17 +1,14 @@
 """The layers that any Llama-like model is made of.
 
-`linear` is the one projection; weights are plain arrays in it. `project` makes several at once, and
-in C++ where that is faster.
+`linear` is the one projection of plain weights; `PackedLinear` is the same in C++, on packed ones.
 """
-
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.dense.cpu import ROWS, dense
+from pallas_kernels.dense.cpu import dense, packed_shape
 from pallas_kernels.tied_head.cpu import tied_head
 
 # float32 means float32: TPU and GPU would silently use fewer bits. bfloat16 operands are not affected.
@@ -48,27 +45,19 @@ class Linear(nnx.Module):
         return linear(x, self.kernel[...], None if self.bias is None else self.bias[...])
 
 
-def project(
-    x: Float[Array, "T I"], layers: Sequence[Linear], *, is_native: bool
-) -> list[Float[Array, "T _"]]:
-    """Several projections of the same rows.
-
-    Args:
-        x: [T, in].
-        layers: the projections.
-        is_native: weights are float32 on a CPU that has the C++ kernels: they serve, as one call,
-            the numbers of rows that they are made for.
-
-    Returns:
-        [T, out] of each layer.
+class PackedLinear(nnx.Module):
+    """A projection in C++, of any number of rows: packed f32[P, in, 64] (`model.packed`) and bias f32[out]
+    where the config asks for it.
     """
-    if not is_native or x.shape[0] not in ROWS:
-        return [layer(x) for layer in layers]
-    found = dense(x, [layer.kernel[...] for layer in layers])
-    return [
-        y if layer.bias is None else y + layer.bias[...][None, :]
-        for y, layer in zip(found, layers, strict=True)
-    ]
+
+    def __init__(self, num_in: int, num_out: int, dtype: jnp.dtype, *, use_bias: bool = False):
+        self.packed = _param(packed_shape(num_in, num_out), dtype)
+        self.bias = _param((num_out,), dtype) if use_bias else None
+        self.num_out = num_out
+
+    def __call__(self, x: Float[Array, "T I"]) -> Float[Array, "T O"]:
+        y = dense(x, self.packed[...], self.num_out)
+        return y if self.bias is None else y + self.bias[...][None, :]
 
 
 class RMSNorm(nnx.Module):
@@ -114,7 +103,7 @@ class Embedding(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x)). Source: Shazeer 2020. `is_joined` as in `join_layer`."""
+    """SwiGLU: down(silu(gate(x)) * up(x)). Source: Shazeer 2020. `is_packed` as in `pack_layer`."""
 
     def __init__(
         self,
@@ -123,23 +112,20 @@ class MLP(nnx.Module):
         dtype: jnp.dtype,
         *,
         use_bias: bool,
-        is_native: bool = False,
-        is_joined: bool = False,
+        is_packed: bool = False,
     ):
-        if is_joined:
-            self.gate_up = Linear(hidden_size, 2 * inner_size, dtype, use_bias=use_bias)
+        if is_packed:
+            self.gate_up = PackedLinear(hidden_size, 2 * inner_size, dtype, use_bias=use_bias)
+            self.down = PackedLinear(inner_size, hidden_size, dtype, use_bias=use_bias)
         else:
             self.gate = Linear(hidden_size, inner_size, dtype, use_bias=use_bias)
             self.up = Linear(hidden_size, inner_size, dtype, use_bias=use_bias)
-        self.down = Linear(inner_size, hidden_size, dtype, use_bias=use_bias)
-        self.is_native = is_native
-        self.is_joined = is_joined
+            self.down = Linear(inner_size, hidden_size, dtype, use_bias=use_bias)
+        self.is_packed = is_packed
 
     def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
-        if self.is_joined:
-            (joined,) = project(x, [self.gate_up], is_native=self.is_native)
-            gate, up = jnp.split(joined, 2, axis=1)
+        if self.is_packed:
+            gate, up = jnp.split(self.gate_up(x), 2, axis=1)
         else:
-            gate, up = project(x, [self.gate, self.up], is_native=self.is_native)
-        (out,) = project(jax.nn.silu(gate) * up, [self.down], is_native=self.is_native)
-        return out
+            gate, up = self.gate(x), self.up(x)
+        return self.down(jax.nn.silu(gate) * up)

@@ -5,7 +5,7 @@ params   {"embed": {"embedding"}, "layers": {0: {"input_norm", "attn", "post_att
 ...},
           "norm": {"scale"}, "lm_head": {"kernel"} unless tied}
 
-That is the form in which params are given; on their way to the device a layer's may be joined (`joined`).
+That is the form in which params are given; on their way to the device matrices may be packed (`packed`).
 """
 
 from collections.abc import Callable
@@ -17,20 +17,21 @@ from jaxtyping import Array, Float
 
 from jaxserve.model.attention import Attention, AttentionKernel, PagedRows
 from jaxserve.model.kv_scales import KVScales
-from jaxserve.model.layers import MLP, Embedding, Linear, RMSNorm
+from jaxserve.model.layers import MLP, Embedding, Linear, PackedLinear, RMSNorm
 from jaxserve.model_config import ModelConfig
 from pallas_kernels.ragged_paged_attention.layout import KVPages
 
 
 class ModelParts(NamedTuple):
     """What a model family gives: constructors of its NNX modules. A block serves every layer;
-    `joined_block` is the same for params of `join_layer`.
+    `packed_block` and `packed_head` are the same for params of `model.packed`.
     """
 
     embed: Callable[[], nnx.Module]
     block: Callable[[], nnx.Module]
-    joined_block: Callable[[], nnx.Module]
+    packed_block: Callable[[], nnx.Module]
     head: Callable[[], nnx.Module]
+    packed_head: Callable[[], nnx.Module]
 
 
 class LlamaBlock(nnx.Module):
@@ -42,18 +43,17 @@ class LlamaBlock(nnx.Module):
         dtype: jnp.dtype,
         kernel: AttentionKernel,
         *,
-        is_joined: bool = False,
+        is_packed: bool = False,
     ):
         self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.attn = Attention(config, dtype, kernel, is_joined=is_joined)
+        self.attn = Attention(config, dtype, kernel, is_packed=is_packed)
         self.post_attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.mlp = MLP(
             config.hidden_size,
             config.intermediate_size,
             dtype,
             use_bias=config.mlp_bias,
-            is_native=kernel.is_native,
-            is_joined=is_joined,
+            is_packed=is_packed,
         )
 
     def __call__(self, x, cos, sin, rows: PagedRows, kv: KVPages, scales: KVScales | None):
@@ -65,13 +65,21 @@ class LlamaBlock(nnx.Module):
 class LlamaHead(nnx.Module):
     """Final norm and head; the head is the embedding itself where the config ties them."""
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, kernel: AttentionKernel):
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: jnp.dtype,
+        kernel: AttentionKernel,
+        *,
+        is_packed: bool = False,
+    ):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.is_native = kernel.is_native
         if config.tie_word_embeddings:
             self.embed = Embedding(config.vocab_size, config.hidden_size, dtype)
         else:
-            self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype)
+            linear = PackedLinear if is_packed else Linear
+            self.lm_head = linear(config.hidden_size, config.vocab_size, dtype)
 
     def __call__(self, hidden: Float[Array, "R E"]) -> Float[Array, "R V"]:
         """Logits f32[R, V] of hidden rows [R, E]."""
@@ -92,6 +100,7 @@ def llama_parts(config: ModelConfig, dtype: jnp.dtype, kernel: AttentionKernel) 
     return ModelParts(
         embed=lambda: Embedding(config.vocab_size, config.hidden_size, dtype),
         block=lambda: LlamaBlock(config, dtype, kernel),
-        joined_block=lambda: LlamaBlock(config, dtype, kernel, is_joined=True),
+        packed_block=lambda: LlamaBlock(config, dtype, kernel, is_packed=True),
         head=lambda: LlamaHead(config, dtype, kernel),
+        packed_head=lambda: LlamaHead(config, dtype, kernel, is_packed=True),
     )

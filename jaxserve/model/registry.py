@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxserve.model.attention import AttentionKernel, PagedRows
-from jaxserve.model.joined import is_joined, join_layer
+from jaxserve.model.packed import is_packed, pack_params
 from jaxserve.model.kv_scales import KVScales
 from jaxserve.model.llama import ModelParts, llama_parts
 from jaxserve.model.rope import inverse_frequencies, rotation
@@ -35,8 +35,8 @@ class ModelFunctions:
     Args:
         config: shapes and constants.
         kernel: which attention kernel, and how it runs.
-        graphs: the NNX graph definitions of embedding, block (for plain params and for joined) and
-            head.
+        graphs: the NNX graph definitions of embedding, block and head, the latter two for plain
+            params and for packed ones.
         abstract_params: nested dict of `jax.ShapeDtypeStruct`: what params must look like.
     """
 
@@ -46,21 +46,18 @@ class ModelFunctions:
     abstract_params: Params
 
     @property
-    def joins(self) -> bool:
-        """Whether layers run faster with their params joined (`model.joined`).
+    def packs(self) -> bool:
+        """Whether layers run in C++ with their matrices packed (`model.packed`).
 
-        So on CPU, by a tenth at one row; not with several devices, which cut each projection by its
-        own heads, nor elsewhere, where it was not measured.
+        So on a CPU that has the C++ kernels; not with several devices, which cut each projection by
+        its own heads.
         """
         return self.kernel.is_native
 
     @property
     def served_params(self) -> Params:
-        """What programs take: `abstract_params`, with joined layers where the model `joins`."""
-        if not self.joins:
-            return self.abstract_params
-        layers = {i: join_layer(one) for i, one in self.abstract_params["layers"].items()}
-        return {**self.abstract_params, "layers": layers}
+        """What programs take: `abstract_params`, packed where the model `packs`."""
+        return pack_params(self.abstract_params) if self.packs else self.abstract_params
 
     def layer_params(self, params: Params) -> list[Params]:
         """One tree per layer, in order."""
@@ -95,7 +92,7 @@ class ModelFunctions:
         """Runs consecutive layers; the tokens' keys and values go into the pages.
 
         Args:
-            layer_params, kv_pages: one per layer, params plain or joined; pages are donated by the
+            layer_params, kv_pages: one per layer, params plain or packed; pages are donated by the
                 caller.
             x: [T, E], the output of the layer before.
             positions: i32[T], absolute.
@@ -110,7 +107,7 @@ class ModelFunctions:
         scales = [None] * len(layer_params) if kv_scales is None else kv_scales
         written = []
         for one, kv, scale in zip(layer_params, kv_pages, scales, strict=True):
-            graph = self.graphs["joined_block" if is_joined(one) else "block"]
+            graph = self.graphs["packed_block" if is_packed(one) else "block"]
             x, kv = nnx.merge(graph, one)(x, cos, sin, rows, kv, scale)
             written.append(kv)
         return x, written
@@ -122,7 +119,8 @@ class ModelFunctions:
             head_params: from `head_params`.
             hidden: [R, E], the output of the last layer.
         """
-        return nnx.merge(self.graphs["head"], head_params)(hidden)
+        is_plain = "lm_head" not in head_params or not is_packed(head_params["lm_head"])
+        return nnx.merge(self.graphs["head" if is_plain else "packed_head"], head_params)(hidden)
 
 
 def build_model(config: ModelConfig, dtype: jnp.dtype, kernel: AttentionKernel) -> ModelFunctions:

@@ -73,7 +73,7 @@ def make_executor(
         scales = [KVScales(one, one)] * config.num_layers
     executor = DeviceExecutor(
         shapes,
-        put_params(params, functions.abstract_params, join=functions.joins),
+        put_params(params, functions.abstract_params, pack=functions.packs),
         kv_scales=scales,
         num_host_pages=num_host_pages,
         check_batches=check_batches,

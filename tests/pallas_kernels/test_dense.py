@@ -1,81 +1,77 @@
-"""Dense products of few rows in C++: right numbers, the same bits beside any rows, and that the model
-calls them for these numbers of rows and no others."""
+"""Dense products in C++: right numbers, the same bits beside any rows, every edge of panels and blocks."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
-from jaxserve.model.layers import Linear, project
-from pallas_kernels.dense.cpu import ROWS, TARGET, dense
+from pallas_kernels.dense.cpu import PANEL, dense, pack
 
-call = jax.jit(lambda x, *weights: dense(x, weights))
-SIZES = [(576, (576, 192, 192)), (1536, (576,)), (37, (5, 70)), (7, (16, 1600)), (1, (33,))]
+call = jax.jit(dense, static_argnums=2)
+# K below, at and above the kernel's depth; N with half panels, single columns and many panels.
+SIZES = [(576, 960), (1536, 576), (288, 64), (37, 5), (7, 1600), (1, 33), (300, 97), (64, 32)]
 
 
-def operands(num_rows: int, size: int, columns: tuple[int, ...]) -> tuple[np.ndarray, list]:
+def operands(num_rows: int, size: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(size)
-    weights = [rng.standard_normal((size, n), np.float32) for n in columns]
-    return rng.standard_normal((num_rows, size), np.float32), weights
+    weight = rng.standard_normal((size, columns), np.float32)
+    return rng.standard_normal((num_rows, size), np.float32), weight
 
 
-@pytest.mark.parametrize("num_rows", [*range(1, 10), 17])
+@pytest.mark.parametrize("num_rows", [*range(1, 10), 13, 24, 97, 500])
 @pytest.mark.parametrize(("size", "columns"), SIZES)
-def test_each_is_the_product_and_a_row_is_the_same_beside_any_rows(num_rows, size, columns):
-    x, weights = operands(num_rows, size, columns)
-    found = [np.asarray(y) for y in call(x, *weights)]
-    for y, weight in zip(found, weights, strict=True):
-        exact = x.astype(np.float64) @ weight.astype(np.float64)
-        bound = np.abs(x).astype(np.float64) @ np.abs(weight)  # of a sum in order: size roundings
-        assert (np.abs(y - exact) <= 2.0**-24 * (size + 1) * bound).all()
-    for row in (0, num_rows - 1):
-        alone = call(x[row : row + 1], *weights)
-        for y, own in zip(found, alone, strict=True):
-            assert np.array_equal(np.asarray(own)[0], y[row])
+def test_it_is_the_product_and_a_row_is_the_same_beside_any_rows(num_rows, size, columns):
+    x, weight = operands(num_rows, size, columns)
+    packed = pack([weight])
+    y = np.asarray(call(x, packed, columns))
+    exact = x.astype(np.float64) @ weight.astype(np.float64)
+    bound = np.abs(x).astype(np.float64) @ np.abs(weight)  # of a sum in order: size roundings
+    assert (np.abs(y - exact) <= 2.0**-24 * (size + 1) * bound).all()
+    for row in {0, num_rows // 2, num_rows - 1}:
+        assert np.array_equal(np.asarray(call(x[row : row + 1], packed, columns))[0], y[row])
 
 
-def test_a_weight_does_not_depend_on_those_beside_it():
-    x, weights = operands(4, 576, (576, 192, 192))
-    together = call(x, *weights)
-    for y, weight in zip(together, weights, strict=True):
-        assert np.array_equal(np.asarray(y), np.asarray(call(x, weight)[0]))
+@pytest.mark.parametrize("columns", [(576, 192, 192), (5, 70), (64, 128), (40, 24, 7), (1, 1)])
+def test_weights_are_packed_side_by_side(columns):
+    weights = [operands(1, 12, n)[1] + i for i, n in enumerate(columns)]
+    packed = pack(weights)
+    whole = np.concatenate(weights, axis=1)
+    num_panels = -(-whole.shape[1] // PANEL)
+    assert packed.shape == (num_panels, 12, PANEL)
+    assert packed.flags.c_contiguous
+    flat = packed.transpose(1, 0, 2).reshape(12, -1)
+    assert np.array_equal(flat[:, : whole.shape[1]], whole)
+    assert not flat[:, whole.shape[1] :].any()
+    turned = pack([jnp.asarray(np.asfortranarray(one)) for one in weights])
+    assert np.array_equal(turned, packed)
+    abstract = pack([jax.ShapeDtypeStruct(one.shape, one.dtype) for one in weights])
+    assert (abstract.shape, abstract.dtype) == (packed.shape, packed.dtype)
+
+
+def test_a_column_does_not_depend_on_those_beside_it():
+    x, _ = operands(4, 576, 1)
+    weights = [operands(1, 576, n)[1] for n in (576, 192, 192)]
+    together = np.asarray(call(x, pack(weights), 960))
+    alone = [np.asarray(call(x, pack([one]), one.shape[1])) for one in weights]
+    assert np.array_equal(together, np.concatenate(alone, axis=1))
 
 
 def test_not_a_number_stays_in_its_row_or_column():
-    x, weights = operands(7, 64, (130,))
-    x[3, 5], weights[0][7, 129] = np.nan, np.inf
-    found = np.isfinite(np.asarray(call(x, *weights)[0]))
+    x, weight = operands(7, 64, 130)
+    x[3, 5], weight[7, 129] = np.nan, np.inf
+    found = np.isfinite(np.asarray(call(x, pack([weight]), 130)))
     expected = np.ones((7, 130), bool)
     expected[3], expected[:, 129] = False, False
     assert np.array_equal(found, expected)
 
 
-def test_shapes_that_do_not_fit_are_refused():
-    x, weights = operands(2, 64, (130, 64))
-    weights[1] = weights[1][:60]
-    with pytest.raises(jax.errors.JaxRuntimeError, match="weight 1 does not fit x"):
-        call(x, *weights)[0].block_until_ready()
+@pytest.mark.parametrize(
+    ("shape", "columns"), [((3, 60, 64), 130), ((2, 64, 64), 130), ((3, 64, 32), 130)]
+)
+def test_shapes_that_do_not_fit_are_refused(shape, columns):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="does not fit x of 64"):
+        call(np.ones((2, 64), np.float32), np.ones(shape, np.float32), columns).block_until_ready()
 
 
-@pytest.mark.parametrize("use_bias", [False, True])
-def test_projections_take_it_for_few_rows_on_the_native_path_alone(use_bias):
-    layers = [Linear(24, n, jnp.dtype("float32"), use_bias=use_bias) for n in (48, 20)]
-    rng = np.random.default_rng(0)
-    for layer in layers:
-        for _, leaf in nnx.iter_graph(layer):
-            if isinstance(leaf, nnx.Param):
-                leaf[...] = jnp.asarray(rng.standard_normal(leaf.shape, np.float32))
-
-    def text(num_rows, is_native):
-        x = jnp.ones((num_rows, 24))
-        return jax.jit(lambda x: project(x, layers, is_native=is_native)).lower(x).as_text()
-
-    for num_rows in (1, ROWS[0], ROWS[-1], ROWS[-1] + 1):
-        assert text(num_rows, True).count(TARGET) == (num_rows in ROWS)
-        assert TARGET not in text(num_rows, False)
-    x = jnp.asarray(rng.standard_normal((3, 24), np.float32))
-    plain, native = (project(x, layers, is_native=one) for one in (False, True))
-    for one, other in zip(plain, native, strict=True):
-        assert np.abs(np.asarray(one) - np.asarray(other)).max() < 1e-5
-        assert np.abs(np.asarray(one)).max() > 1
+def test_no_rows_give_no_results():
+    assert call(np.ones((0, 64), np.float32), np.ones((1, 64, 64), np.float32), 64).shape == (0, 64)

@@ -1,4 +1,6 @@
-"""Joined projections: the same columns in one matrix, the same hidden states, and who asks for them."""
+"""Packed projections: the same columns in one matrix, the same hidden states, and who asks for them."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +9,7 @@ import pytest
 
 from jaxserve.device.params import put_params
 from jaxserve.model.attention import AttentionKernel, PagedRows
-from jaxserve.model.joined import is_joined, join_layer
+from jaxserve.model.packed import is_packed, pack_layer
 from jaxserve.model.registry import build_model
 from jaxserve.model_config import ModelConfig, RopeConfig
 from pallas_kernels.ragged_paged_attention.layout import KVPages
@@ -40,13 +42,13 @@ def random_params(model) -> dict:
 
 
 @pytest.mark.parametrize(("backend", "num_tokens"), [("cpu", 1), ("cpu", 3), ("xla", 12)])
-def test_joined_layers_give_the_same_hidden_states(backend, num_tokens):
+def test_packed_layers_give_the_same_hidden_states(backend, num_tokens):
     model = build_model(CONFIG, F32, AttentionKernel(backend=backend))
     params = random_params(model)
     plain = put_params(params, model.abstract_params)
-    joined = put_params(params, model.abstract_params, join=True)
-    assert not is_joined(plain["layers"][0])
-    assert is_joined(joined["layers"][0])
+    packed = put_params(params, model.abstract_params, pack=True)
+    assert not is_packed(plain["layers"][0])
+    assert is_packed(packed["layers"][0])
     layout = "head_major" if backend == "cpu" else "split"
     single = int(num_tokens == 1)
     rows = PagedRows(
@@ -64,20 +66,20 @@ def test_joined_layers_give_the_same_hidden_states(backend, num_tokens):
         return np.asarray(model.layers(model.layer_params(served), pages, x, positions, rows)[0])
 
     expected = run(plain)
-    assert np.abs(run(joined) - expected).max() < 1e-5
+    assert np.abs(run(packed) - expected).max() < 1e-5
     swapped = {**params["layers"][0]["attn"], "q": params["layers"][0]["attn"]["q"]}
     swapped["k"], swapped["v"] = swapped["v"], swapped["k"]
     params["layers"][0] = {**params["layers"][0], "attn": swapped}
-    other = put_params(params, model.abstract_params, join=True)
+    other = put_params(params, model.abstract_params, pack=True)
     assert np.abs(run(other) - expected).max() > 1e-3
 
 
 def test_only_the_native_path_asks_for_it():
     native = build_model(CONFIG, F32, AttentionKernel(backend="cpu"))
-    assert native.joins
-    assert all(is_joined(layer) for layer in native.served_params["layers"].values())
+    assert native.packs
+    assert all(is_packed(layer) for layer in native.served_params["layers"].values())
     portable = build_model(CONFIG, F32, AttentionKernel(backend="xla"))
-    assert not portable.joins
+    assert not portable.packs
     assert portable.served_params is portable.abstract_params
     mesh = jax.sharding.AbstractMesh((2,), ("model",))
     assert not AttentionKernel(backend="cpu", mesh=mesh).is_native
@@ -89,7 +91,7 @@ def test_what_is_served_is_what_is_put_and_no_array_of_the_caller_is_used_in_pla
     params["layers"][0]["attn"]["k"]["kernel"] = np.asfortranarray(
         params["layers"][0]["attn"]["k"]["kernel"]
     )
-    served = put_params(params, model.abstract_params, own=True, join=True)
+    served = put_params(params, model.abstract_params, own=True, pack=True)
     shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), served)
     assert shapes == jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), model.served_params)
     before = jax.tree.map(np.array, served)
@@ -98,17 +100,34 @@ def test_what_is_served_is_what_is_put_and_no_array_of_the_caller_is_used_in_pla
     assert jax.tree.all(jax.tree.map(np.array_equal, before, jax.tree.map(np.asarray, served)))
 
 
-def test_parts_stand_side_by_side_in_order_and_the_rest_is_shared():
+def test_columns_stand_side_by_side_in_order_and_the_rest_is_shared():
     model = build_model(CONFIG, F32, AttentionKernel(backend="cpu"))
     layer = random_params(model)["layers"][1]
-    joined = join_layer(layer)
+    packed = pack_layer(layer)
     attn, mlp = layer["attn"], layer["mlp"]
-    for name in ("kernel", "bias"):
-        qkv = np.concatenate([attn[part][name] for part in "qkv"], axis=-1)
-        assert np.array_equal(joined["attn"]["qkv"][name], qkv)
-        both = np.concatenate([mlp["gate"][name], mlp["up"][name]], axis=-1)
-        assert np.array_equal(joined["mlp"]["gate_up"][name], both)
-    assert joined["attn"]["qkv"]["kernel"].flags.c_contiguous
-    assert joined["attn"]["o"] is attn["o"]
-    assert set(joined["attn"]) == {"qkv", "o"}
-    assert set(joined["mlp"]) == {"gate_up", "down"}
+    expected = {"qkv": [attn[part] for part in "qkv"], "o": [attn["o"]]}
+    expected |= {"gate_up": [mlp["gate"], mlp["up"]], "down": [mlp["down"]]}
+    found = {**packed["attn"], **packed["mlp"]}
+    assert found.keys() == expected.keys()
+    for name, parts in expected.items():
+        kernel = np.concatenate([part["kernel"] for part in parts], axis=1)
+        flat = found[name]["packed"].transpose(1, 0, 2).reshape(len(kernel), -1)
+        assert np.array_equal(flat[:, : kernel.shape[1]], kernel)
+        assert np.array_equal(found[name]["bias"], np.concatenate([p["bias"] for p in parts]))
+    assert packed["input_norm"] is layer["input_norm"]
+    assert layer["attn"].keys() == {"q", "k", "v", "o"}
+
+
+def test_an_untied_head_is_packed_too():
+    config = dataclasses.replace(CONFIG, tie_word_embeddings=False, vocab_size=70)
+    model = build_model(config, F32, AttentionKernel(backend="cpu"))
+    params = random_params(model)
+    hidden = jnp.asarray(np.random.default_rng(0).standard_normal((5, 24), np.float32))
+    plain = put_params(params, model.abstract_params)
+    packed = put_params(params, model.abstract_params, pack=True)
+    assert is_packed(packed["lm_head"])
+    assert not is_packed(plain["lm_head"])
+    expected = np.asarray(model.logits(model.head_params(plain), hidden))
+    found = np.asarray(model.logits(model.head_params(packed), hidden))
+    assert np.abs(found - expected).max() < 1e-5
+    assert np.abs(expected).max() > 0.1

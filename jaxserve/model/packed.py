@@ -1,0 +1,74 @@
+"""Weights as the C++ product takes them: q, k, v as one matrix, gate and up as another, and every matrix
+in panels that lie in memory as they are read (`pallas_kernels.dense`).
+
+Made by `device.params` where `ModelFunctions.packs` says that it pays. Nothing else changes: a column of
+what is joined is what it was. Invariant: a layer, or a head, is packed as a whole or not at all, and
+`is_packed` tells which.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.dense.cpu import pack
+
+# (module, the name of what is packed, its parts in the order of their columns)
+PACKED = (
+    ("attn", "qkv", ("q", "k", "v")),
+    ("attn", "o", ("o",)),
+    ("mlp", "gate_up", ("gate", "up")),
+    ("mlp", "down", ("down",)),
+)
+
+
+def is_packed(tree: Mapping[str, Any]) -> bool:
+    """Whether the params of a layer come from `pack_layer`, or those of a head from `pack_linear`."""
+    return "packed" in (tree["attn"]["o"] if "attn" in tree else tree)
+
+
+def pack_params(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Params with the matrices of every layer, and an untied head's, packed; all else is shared.
+
+    Args:
+        params: as `model.llama` describes them.
+    """
+    packed = {**params, "layers": {i: pack_layer(one) for i, one in params["layers"].items()}}
+    if "lm_head" in params:
+        packed["lm_head"] = pack_linear([params["lm_head"]])
+    return packed
+
+
+def pack_layer(layer: Mapping[str, Any]) -> dict[str, Any]:
+    """A layer's params with the projections of `PACKED`; all else is shared.
+
+    Args:
+        layer: {"attn": {q, k, v, o}, "mlp": {gate, up, down}, ...} of numpy arrays, arrays on a
+            device, or abstract arrays; each projection {"kernel": [in, out], "bias": [out] or not}.
+
+    Returns:
+        {"attn": {qkv, o}, "mlp": {gate_up, down}, ...}, each {"packed": [P, in, 64], "bias": [out] or
+        not}.
+    """
+    packed = {key: value for key, value in layer.items() if key not in ("attn", "mlp")}
+    for module, name, parts in PACKED:
+        packed.setdefault(module, {})[name] = pack_linear([layer[module][part] for part in parts])
+    return packed
+
+
+def pack_linear(parts: list[Mapping[str, Any]]) -> dict[str, Any]:
+    """Projections of the same rows as one."""
+    packed = {"packed": pack([part["kernel"] for part in parts])}
+    if "bias" in parts[0]:
+        packed["bias"] = _end_to_end([part["bias"] for part in parts])
+    return packed
+
+
+def _end_to_end(biases: list[Any]) -> Any:
+    if isinstance(biases[0], jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((sum(one.shape[0] for one in biases),), biases[0].dtype)
+    if all(isinstance(one, np.ndarray) for one in biases):
+        return np.concatenate(biases)
+    return jnp.concatenate([jnp.asarray(one) for one in biases])
