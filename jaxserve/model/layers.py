@@ -9,7 +9,6 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dense.cpu import dense, packed_shape
-from pallas_kernels.tied_head.cpu import tied_head
 
 # float32 means float32: TPU and GPU would silently use fewer bits. bfloat16 operands are not affected.
 PRECISION = jax.lax.Precision.HIGHEST
@@ -83,16 +82,12 @@ class Embedding(nnx.Module):
     def __call__(self, token_ids: Int[Array, " T"]) -> Float[Array, "T E"]:
         return self.embedding[...].at[token_ids].get(mode="clip")
 
-    def attend(
-        self, hidden: Float[Array, "R E"], *, is_native: bool = False
-    ) -> Float[Array, "R V"]:
-        """Logits f32[R, V] of hidden rows [R, E]; in C++ if `is_native`.
+    def attend(self, hidden: Float[Array, "R E"]) -> Float[Array, "R V"]:
+        """Logits f32[R, V] of hidden rows [R, E].
 
-        In XLA the embedding stands on the left of the product: with one row, XLA on CPU would otherwise
+        The embedding stands on the left of the product: with one row, XLA on CPU would otherwise
         transpose the whole embedding in every step.
         """
-        if is_native:
-            return tied_head(hidden, self.embedding[...])
         return jnp.einsum(
             "ve,re->rv",
             self.embedding[...],

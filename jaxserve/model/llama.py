@@ -63,29 +63,24 @@ class LlamaBlock(nnx.Module):
 
 
 class LlamaHead(nnx.Module):
-    """Final norm and head; the head is the embedding itself where the config ties them."""
+    """Final norm and head; the head is the embedding itself where the config ties them, or a packed
+    copy of it.
+    """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        dtype: jnp.dtype,
-        kernel: AttentionKernel,
-        *,
-        is_packed: bool = False,
-    ):
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, *, is_packed: bool = False):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.is_native = kernel.is_native
-        if config.tie_word_embeddings:
+        if is_packed:
+            self.lm_head = PackedLinear(config.hidden_size, config.vocab_size, dtype)
+        elif config.tie_word_embeddings:
             self.embed = Embedding(config.vocab_size, config.hidden_size, dtype)
         else:
-            linear = PackedLinear if is_packed else Linear
-            self.lm_head = linear(config.hidden_size, config.vocab_size, dtype)
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype)
 
     def __call__(self, hidden: Float[Array, "R E"]) -> Float[Array, "R V"]:
         """Logits f32[R, V] of hidden rows [R, E]."""
         normed = self.norm(hidden)
         if hasattr(self, "embed"):
-            return self.embed.attend(normed, is_native=self.is_native)
+            return self.embed.attend(normed)
         return self.lm_head(normed).astype(jnp.float32)
 
 
@@ -101,6 +96,6 @@ def llama_parts(config: ModelConfig, dtype: jnp.dtype, kernel: AttentionKernel) 
         embed=lambda: Embedding(config.vocab_size, config.hidden_size, dtype),
         block=lambda: LlamaBlock(config, dtype, kernel),
         packed_block=lambda: LlamaBlock(config, dtype, kernel, is_packed=True),
-        head=lambda: LlamaHead(config, dtype, kernel),
-        packed_head=lambda: LlamaHead(config, dtype, kernel, is_packed=True),
+        head=lambda: LlamaHead(config, dtype),
+        packed_head=lambda: LlamaHead(config, dtype, is_packed=True),
     )

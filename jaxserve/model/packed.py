@@ -30,15 +30,22 @@ def is_packed(tree: Mapping[str, Any]) -> bool:
 
 
 def pack_params(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Params with the matrices of every layer, and an untied head's, packed; all else is shared.
+    """Params with the matrices of every layer and of the head packed; all else is shared. A tied head
+    becomes one of its own: the embedding is read by rows, the head by panels.
 
     Args:
         params: as `model.llama` describes them.
     """
-    packed = {**params, "layers": {i: pack_layer(one) for i, one in params["layers"].items()}}
-    if "lm_head" in params:
-        packed["lm_head"] = pack_linear([params["lm_head"]])
-    return packed
+    layers = {i: pack_layer(one) for i, one in params["layers"].items()}
+    head = params.get("lm_head") or {"kernel": _turned(params["embed"]["embedding"])}
+    return {**params, "layers": layers, "lm_head": pack_linear([head])}
+
+
+def _turned(embedding: Any) -> Any:
+    """[V, E] -> [E, V]."""
+    if isinstance(embedding, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(embedding.shape[::-1], embedding.dtype)
+    return np.asarray(embedding).T
 
 
 def pack_layer(layer: Mapping[str, Any]) -> dict[str, Any]:

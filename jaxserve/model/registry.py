@@ -65,7 +65,7 @@ class ModelFunctions:
 
     def head_params(self, params: Params) -> Params:
         """The part of the tree that `logits` reads."""
-        head = "embed" if self.config.tie_word_embeddings else "lm_head"
+        head = "lm_head" if "lm_head" in params else "embed"
         return {"norm": params["norm"], head: params[head]}
 
     def embed(self, embed_params: Params, token_ids: jax.Array) -> jax.Array:

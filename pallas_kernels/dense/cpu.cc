@@ -35,7 +35,8 @@ constexpr int kPanel = 64;       // columns
 constexpr int kHalf = kPanel / 2;
 constexpr int kDepth = 288;       // rows of a panel at a time: 72 KiB
 constexpr int kMostRows = 480;   // of x in an item: they and the results stay in the second cache
-constexpr int kLine = 16;        // floats
+constexpr int kAhead = 128;       // rows of a panel between what is fetched and what is multiplied: 32 KiB
+constexpr int kLine = 16;         // floats
 constexpr int kWide = kVectors * kLanes;  // columns that the registers hold, at most a panel
 static_assert(kPanel % kWide == 0);
 
@@ -105,7 +106,7 @@ void multiply_depth(const float* x, int64_t m, int64_t k, int depth, const float
       count = static_cast<int>(lines * (group + 1) / fetchers) - from;
     }
     const Product run = wide == kWide ? pick<kVectors>(rows, count, add) : pick<kVectors / 2>(rows, count, add);
-    run(x + first * k, k, b, int64_t{kDepth} * kPanel + kLine * from, c + first * ldc, ldc, depth);
+    run(x + first * k, k, b, int64_t{kAhead} * kPanel + kLine * from, c + first * ldc, ldc, depth);
   }
 }
 

@@ -27,7 +27,6 @@ PACKAGE_ROOT = HERE.parent.parent  # C++ includes begin at pallas_kernels/
 SOURCES = (
     HERE.parent / "ragged_paged_attention" / "cpu.cc",
     HERE.parent / "dense" / "cpu.cc",
-    HERE.parent / "tied_head" / "cpu.cc",
     HERE / "lazy_zeros.cc",
 )
 # Machine -> levels, the best first: (name, flags, what /proc/cpuinfo must list). "baseline" always runs.

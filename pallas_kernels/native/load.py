@@ -18,7 +18,6 @@ from pallas_kernels.native.build import HERE, digest_path, digests, levels, obje
 TARGETS = (
     "jaxserve_ragged_paged_attention",
     "jaxserve_dense",
-    "jaxserve_tied_head",
     "jaxserve_lazy_zeros",
 )
 

@@ -118,15 +118,16 @@ def test_columns_stand_side_by_side_in_order_and_the_rest_is_shared():
     assert layer["attn"].keys() == {"q", "k", "v", "o"}
 
 
-def test_an_untied_head_is_packed_too():
-    config = dataclasses.replace(CONFIG, tie_word_embeddings=False, vocab_size=70)
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_is_packed_too(tied):
+    config = dataclasses.replace(CONFIG, tie_word_embeddings=tied, vocab_size=70)
     model = build_model(config, F32, AttentionKernel(backend="cpu"))
     params = random_params(model)
     hidden = jnp.asarray(np.random.default_rng(0).standard_normal((5, 24), np.float32))
     plain = put_params(params, model.abstract_params)
     packed = put_params(params, model.abstract_params, pack=True)
     assert is_packed(packed["lm_head"])
-    assert not is_packed(plain["lm_head"])
+    assert np.array_equal(packed["embed"]["embedding"], params["embed"]["embedding"])
     expected = np.asarray(model.logits(model.head_params(plain), hidden))
     found = np.asarray(model.logits(model.head_params(packed), hidden))
     assert np.abs(found - expected).max() < 1e-5

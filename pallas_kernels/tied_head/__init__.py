@@ -1,1 +1,0 @@
-"""The tied head's product: hidden rows times every row of the embedding, where the embedding lies."""
