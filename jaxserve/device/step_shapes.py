@@ -161,7 +161,7 @@ class StepShapes:
             Program(
                 key=("sample", num_rows),
                 function=functools.partial(sample_rows, self.model),
-                arguments=(self.model.head_params(self.model.abstract_params), hidden, rows),
+                arguments=(self.model.head_params(self.model.served_params), hidden, rows),
                 returns=(Sampled,),
             ),
             Program(

@@ -1,5 +1,7 @@
 """Dense products in C++: right numbers, the same bits beside any rows, every edge of panels and blocks."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -75,3 +77,22 @@ def test_shapes_that_do_not_fit_are_refused(shape, columns):
 
 def test_no_rows_give_no_results():
     assert call(np.ones((0, 64), np.float32), np.ones((1, 64, 64), np.float32), 64).shape == (0, 64)
+
+
+def test_many_threads_call_at_once():
+    """Helpers that stay between calls take over each other's work: nothing is lost or done twice."""
+    cases = []
+    for num_rows, size, columns in [(1, 576, 576), (7, 96, 960), (64, 300, 97), (3, 64, 32)]:
+        x, weight = operands(num_rows, size, columns)
+        packed = pack([weight])
+        cases.append((x, packed, columns, np.asarray(call(x, packed, columns))))
+
+    def run(number: int) -> bool:
+        for turn in range(60):
+            x, packed, columns, expected = cases[(number + turn) % len(cases)]
+            if not np.array_equal(np.asarray(call(x, packed, columns)), expected):
+                return False
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(run, range(16)))
