@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxserve.model.attention import AttentionKernel, PagedRows
-from jaxserve.model.packed import is_packed, pack_params
 from jaxserve.model.kv_scales import KVScales
 from jaxserve.model.llama import ModelParts, llama_parts
+from jaxserve.model.packed import is_packed, pack_params
 from jaxserve.model.rope import inverse_frequencies, rotation
 from jaxserve.model_config import ModelConfig
 from pallas_kernels.ragged_paged_attention.layout import KVPages
