@@ -124,7 +124,9 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] | Mapping[str, float] | Sequence[tuple[int, float]] | None = None
+    logit_bias: Mapping[int, float] | Mapping[str, float] | Sequence[tuple[int, float]] | None = (
+        None
+    )
     bad_words: Sequence[BadWord] | None = ()
     allowed_token_ids: Sequence[int] | None = None
     seed: int | None = None
