@@ -16,12 +16,13 @@ from collections.abc import Sequence as Several
 
 from jaxserve.errors import ConfigError, InvalidRequestError, shown
 from jaxserve.executor import Executor
+from jaxserve.field_checks import plain, require, require_within
 from jaxserve.groups.group import Group
 from jaxserve.groups.limits import Limits
 from jaxserve.groups.make import Watchers, make_group
 from jaxserve.groups.outbox import Outbox, count_tokens
 from jaxserve.request import Request, RequestOutput, as_token_ids
-from jaxserve.sampling_params import SamplingParams, plain, require, require_within
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.schedule.observer import StepObserver
 from jaxserve.schedule.plan import StepResult
 from jaxserve.schedule.scheduler import Scheduler

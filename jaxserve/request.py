@@ -10,7 +10,8 @@ from numbers import Integral
 from typing import NamedTuple
 
 from jaxserve.errors import InvalidRequestError, shown
-from jaxserve.sampling_params import BeamParams, SamplingParams, is_int, plain, require
+from jaxserve.field_checks import is_int, plain, require
+from jaxserve.sampling_params import BeamParams, SamplingParams
 
 
 def as_token_ids(prompt: object) -> tuple[int, ...]:

@@ -7,6 +7,8 @@
     device, weights, plan.simulate                                             5
     engine, step_loop, groups                                                  4
     executor, schedule                                                         3
+    pages, text, model, sample                                                 2
+    plan.capacity, plan.roofline, model_config, field_checks, sampling_params, request,
     pages, text, constraints, model, sample                                    2
     plan.capacity, plan.roofline, model_config, sampling_params, request,
     seeds, stats, config, errors                                               1
@@ -22,6 +24,7 @@ from collections.abc import Collection, Iterator, Mapping
 LEVELS = {
     "pallas_kernels": 0,
     "jaxserve.errors": 1,
+    "jaxserve.field_checks": 1,
     "jaxserve.config": 1,
     "jaxserve.request": 1,
     "jaxserve.sampling_params": 1,

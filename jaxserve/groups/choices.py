@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from jaxserve.errors import InvalidRequestError
+from jaxserve.field_checks import require_within
 from jaxserve.groups.group import NON_FINITE, Group
 from jaxserve.groups.outbox import Outbox
 from jaxserve.request import CompletionOutput, Request
-from jaxserve.sampling_params import require_within
 from jaxserve.schedule.scheduler import Scheduler
 from jaxserve.schedule.sequence import Sequence, Status
 from jaxserve.text.watcher import Observation, TokenWatcher
