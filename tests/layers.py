@@ -7,7 +7,7 @@
     device, weights, plan.simulate                                             5
     engine, step_loop, groups                                                  4
     executor, schedule                                                         3
-    pages, text, model, sample                                                 2
+    pages, text, constraints, model, sample                                    2
     plan.capacity, plan.roofline, model_config, field_checks, sampling_params, request,
     seeds, stats, config, errors                                               1
     pallas_kernels                                                             0
@@ -32,6 +32,7 @@ LEVELS = {
     "jaxserve.plan": 1,
     "jaxserve.pages": 2,
     "jaxserve.text": 2,
+    "jaxserve.constraints": 2,
     "jaxserve.model": 2,
     "jaxserve.sample": 2,
     "jaxserve.executor": 3,
