@@ -78,7 +78,9 @@ def checked_list(name: str, value: object, *, what: str, most: int) -> list[Any]
         InvalidRequestError: it is no such thing, or it has more elements.
     """
     is_list = not isinstance(value, str | bytes | dict) and isinstance(value, Iterable)
-    if not is_list or getattr(value, "ndim", 1) != 1:  # an array of no dimension only looks iterable
+    if (
+        not is_list or getattr(value, "ndim", 1) != 1
+    ):  # an array of no dimension only looks iterable
         require(False, name, value, what)
     items = list(itertools.islice(value, most + 1))  # type: ignore[arg-type]
     if len(items) > most:

@@ -7,7 +7,7 @@ which order, stands in docs/sampling.md.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxserve.errors import InvalidRequestError, shown
+from jaxserve.errors import shown
 from jaxserve.field_checks import (
     checked_list,
     checked_token_ids,
@@ -124,7 +124,9 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] | Mapping[str, float] | Sequence[tuple[int, float]] | None = None
+    logit_bias: Mapping[int, float] | Mapping[str, float] | Sequence[tuple[int, float]] | None = (
+        None
+    )
     bad_words: Sequence[BadWord] | None = ()
     allowed_token_ids: Sequence[int] | None = None
     seed: int | None = None
@@ -225,7 +227,7 @@ class SamplingParams:
     @property
     def num_top_logprobs(self) -> int:
         """How many of the likeliest tokens are returned per output token; 0 = none."""
-        return 0 if self.logprobs is None or isinstance(self.logprobs, bool) else self.logprobs
+        return _num_top(self.logprobs)
 
     @property
     def wants_penalties(self) -> bool:
@@ -235,6 +237,10 @@ class SamplingParams:
             or self.frequency_penalty != 0
             or self.repetition_penalty != 1
         )
+
+
+def _num_top(logprobs: int | bool | None) -> int:
+    return 0 if logprobs is None or isinstance(logprobs, bool) else logprobs
 
 
 def _checked_bias(value: object) -> tuple[tuple[int, float], ...] | None:
@@ -320,6 +326,11 @@ class BeamParams:
         params = self.as_sampling_params()
         require(params.max_tokens != 0, "max_tokens", self.max_tokens, "an integer >= 1")
         object.__setattr__(self, "stop_token_ids", params.stop_token_ids)
+
+    @property
+    def num_top_logprobs(self) -> int:
+        """How many of the likeliest tokens are returned per output token; 0 = none."""
+        return _num_top(self.logprobs)
 
     def as_sampling_params(self) -> SamplingParams:
         """What beam search shares with sampling, checked."""

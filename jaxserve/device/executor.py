@@ -16,6 +16,7 @@ from jaxserve.device.kv_pool import make_pools, pool_program
 from jaxserve.device.page_moves import PageMoves
 from jaxserve.device.params import put_params
 from jaxserve.device.programs import Lowering, Program, ProgramTable, lower_traced
+from jaxserve.device.scoring import Scoring
 from jaxserve.device.step import Sampled, forward_inputs, sampling_rows
 from jaxserve.device.step_result import DeviceStep, StepOutputs
 from jaxserve.device.step_shapes import StepShapes
@@ -57,6 +58,7 @@ class DeviceExecutor:
         self._kv_pages: list[KVPages] = []
         self._programs = ProgramTable(lower)
         self._moves = PageMoves(shapes, self._programs, num_host_pages=num_host_pages)
+        self._scoring = Scoring(shapes, self._programs)
         self._last: DeviceStep | None = None
         self._costs: StepCosts | None = None
         self._take_params(params)
@@ -96,7 +98,12 @@ class DeviceExecutor:
 
     def list_programs(self) -> list[Program]:
         """All that `warm_up` compiles, the slowest first."""
-        return [*self._shapes.programs(), *self._moves.list_programs(), pool_program(self._shapes)]
+        return [
+            *self._shapes.programs(),
+            *self._scoring.list_programs(),
+            *self._moves.list_programs(),
+            pool_program(self._shapes),
+        ]
 
     def warm_up(self) -> None:
         """Compiles every program, makes the pages, runs each program once on padding alone, and
@@ -114,6 +121,7 @@ class DeviceExecutor:
             self._run_padding(Bucket(num_tokens, rows[0]), samples=False)
         for num_rows in rows:
             self._run_padding(Bucket(tokens[0], num_rows), samples=True)
+        self._scoring.warm_up(self._head_params)
         page_move_s = self._moves.warm_up(self._kv_pages)
         self._costs = StepCosts(token_s=self._measure_token(), page_move_s=page_move_s)
         self.compile_s = compiled - begin
@@ -227,4 +235,5 @@ class DeviceExecutor:
             sampled = (outputs.token_ids, outputs.logprobs, outputs.finite)
             if batch.wants_candidates:
                 candidates = self._programs["candidates", num_rows](outputs.logits)
-        return StepOutputs(slices_finite, sampled, candidates)
+        scored = self._scoring.start(batch, self._head_params, x) if len(batch.score_rows) else []
+        return StepOutputs(slices_finite, sampled, candidates, scored)
