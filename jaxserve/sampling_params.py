@@ -254,17 +254,20 @@ def _checked_bias(value: object) -> tuple[tuple[int, float], ...] | None:
     for pair in checked_list("logit_bias", value, what=what, most=MAX_LOGIT_BIAS):
         is_pair = isinstance(pair, tuple | list) and len(pair) == 2
         require(is_pair, "logit_bias", pair, what)
-        token_id, bias = plain(pair[0]), plain(pair[1])
-        if isinstance(token_id, str) and token_id.isascii() and token_id.isdigit():
-            token_id = int(token_id) if len(token_id) <= 10 else -1
-        is_id = is_int(token_id) and 0 <= token_id < 2**31
-        require(is_id, "logit_bias", pair[0], "a mapping of token ids (integers >= 0) to numbers")
+        token_id, bias = _bias_id(pair[0]), plain(pair[1])
         in_range = is_real(bias) and -MAX_BIAS <= bias <= MAX_BIAS
         limit = f"numbers in [-{MAX_BIAS:g}, {MAX_BIAS:g}]; token {token_id}"
         require(in_range, "logit_bias", bias, limit)
         require(token_id not in pairs, "logit_bias", pair[0], "one number per token id")
         pairs[token_id] = float(bias)
     return tuple(sorted(pairs.items())) or None
+
+
+def _bias_id(key: object) -> int:
+    """A token id, or its digits as a text: JSON has no other keys."""
+    if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10:
+        key = int(key)
+    return checked_token_ids("logit_bias", [key], most=1)[0]
 
 
 def _checked_bad_word(word: object) -> str | tuple[int, ...]:
