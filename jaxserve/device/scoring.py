@@ -10,6 +10,7 @@ them.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -17,9 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.device.programs import Program, ProgramTable
+from jaxserve.device.row_programs import head
 from jaxserve.device.step_shapes import StepShapes
 from jaxserve.model.registry import ModelFunctions, Params
-from jaxserve.sample.logprobs import TargetScores, finite_rows, score_targets
+from jaxserve.sample.logprobs import TargetScores, score_targets
 from jaxserve.sampling_params import MAX_LOGPROBS
 from jaxserve.schedule.batch import DeviceBatch, TokenScores
 
@@ -40,6 +42,7 @@ def gather_rows(x: jax.Array, rows: jax.Array) -> jax.Array:
 
 def score_rows(
     model: ModelFunctions,
+    num_token_ids: int,
     num_top: int,
     head_params: Params,
     hidden: jax.Array,
@@ -48,14 +51,14 @@ def score_rows(
     """Head and scores of hidden rows.
 
     Args:
-        model: static.
+        model, num_token_ids: static; how many ids of the vocabulary are tokens.
         num_top: likeliest tokens of each row (K), static; 0 = none.
         head_params: from `model.head_params`.
-        hidden: [n, E].
-        targets: i32[n], the token to score in each row.
+        hidden: [SCORE_ROWS, E].
+        targets: i32[SCORE_ROWS], the token to score in each row.
     """
-    logits = model.logits(head_params, hidden)
-    return ScoredBlock(score_targets(logits, targets, num_top), finite_rows(logits))
+    raw = head(model, SCORE_ROWS, num_token_ids, head_params, hidden)
+    return ScoredBlock(score_targets(raw.logits, targets, num_top), raw.finite)
 
 
 class Scoring:
@@ -81,7 +84,7 @@ class Scoring:
             *(
                 Program(
                     key=(name, SCORE_ROWS),
-                    function=functools.partial(score_rows, model, most),
+                    function=functools.partial(score_rows, model, self._shapes.num_ids, most),
                     arguments=(head, hidden, block),
                     returns=(ScoredBlock, TargetScores),
                 )
@@ -136,7 +139,9 @@ def _padded(values: np.ndarray) -> np.ndarray:
     return padded
 
 
-def fetched_scores(blocks: list[ScoredBlock], num_scored: int) -> tuple[TokenScores, np.ndarray]:
+def fetched_scores(
+    blocks: Sequence[ScoredBlock], num_scored: int
+) -> tuple[TokenScores, np.ndarray]:
     """The scores of a batch's rows, and bool[n] which of them are finite.
 
     Args:

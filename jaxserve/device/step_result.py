@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from jaxserve.device.row_sampler import RowOutputs
 from jaxserve.device.scoring import ScoredBlock, fetched_scores
 from jaxserve.schedule.batch import DeviceBatch, SampledTokens
 
@@ -19,15 +20,13 @@ class StepOutputs(NamedTuple):
 
     Args:
         slices_finite: bool[S].
-        sampled: (token ids i32[R], logprobs f32[R], finite bool[R]); None where nothing is sampled.
-        candidates: (token ids i32[R, K], logprobs f32[R, K]), where wanted.
+        rows: what was sampled; None where nothing is.
         scored: of each block of rows that are scored; none where nothing is.
     """
 
     slices_finite: jax.Array
-    sampled: tuple[jax.Array, ...] | None
-    candidates: tuple[jax.Array, ...] | None
-    scored: list[ScoredBlock]
+    rows: RowOutputs | None
+    scored: Sequence[ScoredBlock] = ()
 
 
 class DeviceStep:
@@ -81,15 +80,14 @@ def _joined(arrays: Sequence[np.ndarray | None]) -> np.ndarray | None:
 def sampled_tokens(
     batch: DeviceBatch,
     slices_finite: np.ndarray,
-    sampled: tuple[np.ndarray, ...] | None,
-    candidates: tuple[np.ndarray, ...] | None,
-    scored: Sequence[ScoredBlock],
+    rows: RowOutputs | None,
+    scored: Sequence[ScoredBlock] = (),
 ) -> SampledTokens:
     """Cuts the padding off what the programs returned and puts it together.
 
     Args:
         batch: what was submitted.
-        slices_finite, sampled, candidates, scored: as in `StepOutputs`, fetched.
+        slices_finite, rows, scored: as in `StepOutputs`, fetched.
     """
     num_slices, num_rows = int(batch.ranges[2]), batch.num_rows
     finite = np.array(slices_finite[:num_slices])
@@ -100,16 +98,16 @@ def sampled_tokens(
         owners = np.searchsorted(ends, tokens, side="right")
         finite[owners[(owners < num_slices) & ~are_finite]] = False
 
-    if sampled is None:
+    if rows is None:
         token_ids, logprobs = np.zeros(0, np.int32), np.zeros(0, np.float32)
     else:
-        token_ids, logprobs, rows_finite = (array[:num_rows] for array in sampled)
+        token_ids, logprobs, rows_finite = (array[:num_rows] for array in rows.sampled)
         mark(batch.logit_rows[:num_rows], rows_finite)
     scores = None
     if scored:
         scores, scores_finite = fetched_scores(scored, len(batch.score_rows))
         mark(batch.score_rows, scores_finite)
-    ids_of, logprobs_of = candidates or (None, None)
+    ids_of, logprobs_of = (rows and rows.candidates) or (None, None)
     return SampledTokens(
         token_ids=token_ids[:, None],
         num_tokens=np.ones(len(token_ids), np.int32),

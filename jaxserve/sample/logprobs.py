@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 LEAST_LOGPROB = -9999.0  # as in the OpenAI API
 
@@ -71,8 +71,3 @@ def score_targets(
         return scores
     ids, logprobs = top_logprobs(logits, num_top)
     return scores._replace(top_ids=ids, top_logprobs=logprobs)
-
-
-def finite_rows(logits: Float[Array, "R V"]) -> Bool[Array, " R"]:
-    """Which rows of logits are all finite numbers."""
-    return jnp.all(jnp.isfinite(logits), axis=1)
