@@ -8,7 +8,7 @@ change the running step. Writing to a submitted batch raises instead.
 
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -24,6 +24,11 @@ MAX_CANDIDATES = 64  # likeliest tokens that a step can return for a row
 def no_pairs() -> np.ndarray:
     """i32[2, 0]: nothing to move."""
     return np.zeros((2, 0), np.int32)
+
+
+def no_ids() -> np.ndarray:
+    """i32[0]: nothing to score."""
+    return np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +61,10 @@ class DeviceBatch:
     output_positions: np.ndarray  # i32[R]  how many output tokens the sequence has already
     num_steps: int = 1  # run so often, each time with the tokens that were sampled before
     wants_candidates: bool = False  # some row wants the likeliest tokens, not just a sampled one
+    # what is scored: the token at score_rows[i] says how likely token id score_targets[i] is next
+    score_rows: np.ndarray = field(default_factory=no_ids)  # i32[n], n differs from step to step
+    score_targets: np.ndarray = field(default_factory=no_ids)  # i32[n]
+    wants_score_top: bool = False  # and which tokens are likeliest there
     # pages to move before the step, in this order; n differs from field to field
     moves_out: np.ndarray = field(default_factory=no_pairs)  # i32[2, n] device pages -> host pages
     copies: np.ndarray = field(default_factory=no_pairs)  # i32[2, n] device pages -> device pages
@@ -126,6 +135,27 @@ class DeviceBatch:
         )
 
 
+class TokenScores(NamedTuple):
+    """How likely the scored tokens of a step were.
+
+    Args:
+        logprobs: f32[n], natural logs under the raw logits.
+        ranks: i32[n], 1 + how many tokens are likelier.
+        top_ids: i32[n, K], the likeliest tokens, best first, when the batch wanted them; K =
+            min(MAX_LOGPROBS, vocabulary).
+        top_logprobs: f32[n, K], theirs.
+    """
+
+    logprobs: np.ndarray
+    ranks: np.ndarray
+    top_ids: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
+
+    def part(self, begin: int, end: int) -> "TokenScores":
+        """Of the tokens [begin, end) of the n."""
+        return TokenScores(*(None if one is None else one[begin:end] for one in self))
+
+
 @dataclass(frozen=True, kw_only=True)
 class SampledTokens:
     """What a step sampled: one row per slice that samples, in plan order; M tokens, as many as the
@@ -138,9 +168,10 @@ class SampledTokens:
         finite: bool[number of slices], in plan order and for every slice, also those that sample
             nothing: False where hidden states or logits of the slice are NaN or infinite. Nothing
             that such a slice wrote may be used by anybody.
-        candidate_ids: i32[S, K], the likeliest tokens of each sampling row, best first, when the
-            batch wanted them; K = min(MAX_CANDIDATES, vocabulary).
-        candidate_logprobs: f32[S, K], theirs.
+        candidate_ids: i32[S, M, K], the likeliest tokens where each token was sampled, best first,
+            when the batch wanted them; K = min(MAX_CANDIDATES, vocabulary).
+        candidate_logprobs: f32[S, M, K], theirs.
+        scores: of the rows that the batch wanted scored, in its order; None without any.
     """
 
     token_ids: np.ndarray
@@ -149,6 +180,7 @@ class SampledTokens:
     finite: np.ndarray
     candidate_ids: np.ndarray | None = None
     candidate_logprobs: np.ndarray | None = None
+    scores: TokenScores | None = None
 
 
 def sampling_arrays(seqs: "Several[Sequence]", num_rows: int) -> dict[str, np.ndarray]:
@@ -174,7 +206,7 @@ def sampling_arrays(seqs: "Several[Sequence]", num_rows: int) -> dict[str, np.nd
         "top_p": column([p.top_p for p in params], np.float32, 1.0),
         "min_p": column([p.min_p for p in params], np.float32, 0.0),
         "seeds": seeds,
-        "reports_processed": column([False for p in params], np.bool_, False),
+        "reports_processed": column([p.processed_logprobs for p in params], np.bool_, False),
     }
 
 
