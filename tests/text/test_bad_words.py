@@ -38,5 +38,6 @@ def test_white_space_is_a_word_too():
 
 
 def test_a_text_of_half_a_character_is_refused():
-    with pytest.raises(InvalidRequestError, match="surrogate"):
+    with pytest.raises(InvalidRequestError, match="surrogate") as caught:
         bad_word_ids(BYTE_LEVEL, ["\ud800"])
+    assert caught.value.param == "bad_words"
