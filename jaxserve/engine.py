@@ -126,7 +126,8 @@ class Engine:
             num_tokens: how many of its tokens, prompt included, the new prompt begins with; None =
                 all so far (of one that has ended: all that were released).
             append_token_ids: what follows them in the new prompt.
-            sampling_params: None = the other's, but for n (1) and the seed (one of its own).
+            sampling_params: None = the other's, but for n (1), the seed (one of its own) and
+                prompt_logprobs (none).
             watcher: as in `add`.
             hold: as in `Request`.
             index: which choice of the other request.
@@ -158,7 +159,9 @@ class Engine:
             request = Request(
                 id=new_id,
                 prompt_token_ids=[*known[:num_shared], *append_token_ids],
-                sampling_params=dataclasses.replace(old.sampling_params, seed=None, n=1)
+                sampling_params=dataclasses.replace(
+                    old.sampling_params, seed=None, n=1, prompt_logprobs=None
+                )
                 if sampling_params is None
                 else sampling_params,
                 priority=old.priority,

@@ -17,7 +17,7 @@ from jaxserve.constraints.constraint import allows
 from jaxserve.engine import Engine
 from jaxserve.executor import StepCosts
 from jaxserve.sampling_params import BeamParams, SamplingParams
-from jaxserve.schedule.batch import DeviceBatch, SampledTokens
+from jaxserve.schedule.batch import DeviceBatch, SampledTokens, TokenScores
 from jaxserve.schedule.beam import BeamSearch, path_tokens
 from jaxserve.schedule.build import build_scheduler
 from jaxserve.schedule.sequence import Candidates
@@ -40,6 +40,16 @@ def fake_candidates(context: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     ids = (best + 7 * np.arange(NUM_CANDIDATES, dtype=np.int32)) % VOCAB_SIZE
     spread = 0.1 + best % 5 / 4
     return ids, np.float32(-1) - np.float32(spread) * np.arange(NUM_CANDIDATES, dtype=np.float32)
+
+
+def fake_score(context: Sequence[int], token_id: int) -> tuple[float, int]:
+    """(logprob, rank) of a token after a context: any change of the context changes both."""
+    drawn = next_token([*context, token_id])
+    return -0.5 - drawn / 100, 1 + drawn
+
+
+def _one_behind_the_other(a: np.ndarray | None, b: np.ndarray | None) -> np.ndarray | None:
+    return None if a is None or b is None else np.concatenate([a, b], axis=1)
 
 
 def expected_tokens(prompt: Sequence[int], num_tokens: int, seed: int | None = None) -> list[int]:
@@ -181,6 +191,10 @@ class FakeExecutor:
                 logprobs=np.concatenate([sampled.logprobs, more.logprobs], axis=1),
                 num_tokens=sampled.num_tokens + more.num_tokens,
                 finite=sampled.finite & more.finite,
+                candidate_ids=_one_behind_the_other(sampled.candidate_ids, more.candidate_ids),
+                candidate_logprobs=_one_behind_the_other(
+                    sampled.candidate_logprobs, more.candidate_logprobs
+                ),
             )
         return FakeHandle(sampled, run)
 
@@ -209,6 +223,8 @@ class FakeExecutor:
             contexts[int(batch.cu_q_lens[row + 1]) - 1] = context
         finite = [self.poison.isdisjoint(context.tolist()) for context in contexts.values()]
         sampled = self._sample(batch, contexts, np.array(finite, bool), masks)
+        if len(batch.score_rows):
+            sampled = dataclasses.replace(sampled, scores=self._score(batch, contexts))
         if batch.num_rows:
             self._last_ids = sampled.token_ids[:, 0]
         return sampled
@@ -283,8 +299,26 @@ class FakeExecutor:
             num_tokens=np.ones(len(ids), np.int32),
             logprobs=logprobs[:, :1],
             finite=finite,
-            candidate_ids=ids if batch.wants_candidates else None,
-            candidate_logprobs=logprobs if batch.wants_candidates else None,
+            candidate_ids=ids[:, None] if batch.wants_candidates else None,
+            candidate_logprobs=logprobs[:, None] if batch.wants_candidates else None,
+        )
+
+    def _score(self, batch: DeviceBatch, contexts: dict[int, np.ndarray]) -> TokenScores:
+        """As `fake_score` says of each scored token and what attention would read before it."""
+        ends = sorted(contexts)  # of the rows, each by its last token
+        found, best = [], []
+        for token, target in zip(
+            batch.score_rows.tolist(), batch.score_targets.tolist(), strict=True
+        ):
+            end = ends[np.searchsorted(ends, token)]
+            context = contexts[end][: len(contexts[end]) - (end - token)]
+            found.append(fake_score(context, target))
+            best.append(fake_candidates(context))
+        return TokenScores(
+            logprobs=np.array([one[0] for one in found], np.float32),
+            ranks=np.array([one[1] for one in found], np.int32),
+            top_ids=np.array([one[0] for one in best]) if batch.wants_score_top else None,
+            top_logprobs=np.array([one[1] for one in best]) if batch.wants_score_top else None,
         )
 
     def _counted(self, batch: DeviceBatch, contexts: Sequence[Sequence[int]]) -> list:

@@ -4,6 +4,7 @@ from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
 from jaxserve.errors import InvalidRequestError, shown
+from jaxserve.field_checks import require_within
 from jaxserve.request import Request
 
 
@@ -29,7 +30,8 @@ class Limits:
             prompt: its prompt, as plain ids.
 
         Raises:
-            InvalidRequestError: an id outside the vocabulary; no room for the prompt.
+            InvalidRequestError: an id outside the vocabulary; a prompt_logprobs_start outside the
+                prompt; no room for the prompt.
         """
         for i in prompt:
             if not 0 <= i < self.vocab_size:
@@ -37,6 +39,8 @@ class Limits:
                     f"prompt token ids must be in [0, {self.vocab_size}), got {shown(i)}",
                     param="prompt",
                 )
+        start = request.prompt_logprobs_start
+        require_within("prompt_logprobs_start", start, 0, len(prompt) - 1)
         asked = request.sampling_params.max_tokens
         least = 0 if asked == 0 else 1
         room = self.max_model_len - len(prompt)
@@ -47,8 +51,8 @@ class Limits:
                 param="prompt",
                 code="context_length_exceeded",
             )
-        if asked == 0:
-            return 0
+        if asked == 0 and request.sampling_params.prompt_logprobs is None:
+            return 0  # nothing is computed
         # The last token sampled is never computed, so it needs no slot.
         pool_room = self.num_slots - len(prompt) + 1
         if pool_room < 1:

@@ -71,6 +71,11 @@ def no_pairs() -> np.ndarray:
     return np.zeros((2, 0), np.int32)
 
 
+def no_ids() -> np.ndarray:
+    """i32[0]: nothing to score."""
+    return np.zeros(0, np.int32)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DeviceBatch:
     """One step's inputs. T, R from the bucket; S = max_num_seqs; P = pages a sequence; all padded
@@ -105,6 +110,10 @@ class DeviceBatch:
     count_loads: tuple[CountLoad, ...] = ()  # done before the logits are processed
     logit_bias: LogitBias | None = None  # where some row has any
     awaits_masks: bool = False  # what rows may sample is handed in while the layers run
+    # what is scored: the token at score_rows[i] says how likely token id score_targets[i] is next
+    score_rows: np.ndarray = field(default_factory=no_ids)  # i32[n], n differs from step to step
+    score_targets: np.ndarray = field(default_factory=no_ids)  # i32[n]
+    wants_score_top: bool = False  # and which tokens are likeliest there
     # pages to move before the step, in this order; n differs from field to field
     moves_out: np.ndarray = field(default_factory=no_pairs)  # i32[2, n] device pages -> host pages
     copies: np.ndarray = field(default_factory=no_pairs)  # i32[2, n] device pages -> device pages
@@ -180,6 +189,27 @@ class DeviceBatch:
         )
 
 
+class TokenScores(NamedTuple):
+    """How likely the scored tokens of a step were.
+
+    Args:
+        logprobs: f32[n], natural logs under the raw logits.
+        ranks: i32[n], 1 + how many tokens are likelier.
+        top_ids: i32[n, K], the likeliest tokens, best first, when the batch wanted them; K =
+            min(MAX_LOGPROBS, vocabulary).
+        top_logprobs: f32[n, K], theirs.
+    """
+
+    logprobs: np.ndarray
+    ranks: np.ndarray
+    top_ids: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
+
+    def part(self, begin: int, end: int) -> "TokenScores":
+        """Of the tokens [begin, end) of the n."""
+        return TokenScores(*(None if one is None else one[begin:end] for one in self))
+
+
 @dataclass(frozen=True, kw_only=True)
 class SampledTokens:
     """What a step sampled: one row per slice that samples, in plan order; M tokens, as many as the
@@ -192,9 +222,10 @@ class SampledTokens:
         finite: bool[number of slices], in plan order and for every slice, also those that sample
             nothing: False where hidden states or logits of the slice are NaN or infinite. Nothing
             that such a slice wrote may be used by anybody.
-        candidate_ids: i32[S, K], the likeliest tokens of each sampling row, best first, when the
-            batch wanted them; K = min(MAX_CANDIDATES, vocabulary).
-        candidate_logprobs: f32[S, K], theirs.
+        candidate_ids: i32[S, M, K], the likeliest tokens where each token was sampled, best first,
+            when the batch wanted them; K = min(MAX_CANDIDATES, vocabulary).
+        candidate_logprobs: f32[S, M, K], theirs.
+        scores: of the rows that the batch wanted scored, in its order; None without any.
     """
 
     token_ids: np.ndarray
@@ -203,6 +234,7 @@ class SampledTokens:
     finite: np.ndarray
     candidate_ids: np.ndarray | None = None
     candidate_logprobs: np.ndarray | None = None
+    scores: TokenScores | None = None
 
 
 def sampling_arrays(seqs: "Several[Sequence]", num_rows: int) -> dict[str, np.ndarray]:

@@ -10,6 +10,7 @@ loads into which slot depends on the batches before it, what is sampled does not
 
 from array import array
 from operator import itemgetter
+from typing import Any
 
 import numpy as np
 
@@ -105,7 +106,10 @@ class BatchBuilder:
             cu_q_lens=cu_q_lens,
             ranges=np.array([num_single, num_single, num_seqs], np.int32),
             logit_rows=logit_rows,
-            wants_candidates=any(seq.wants_candidates for seq in sampling),
+            wants_candidates=any(
+                seq.wants_candidates or seq.num_top_logprobs > 0 for seq in sampling
+            ),
+            **_scoring_arrays(plan, cu_q_lens),
             moves_out=_pairs(plan.moves_out),
             copies=_pairs(plan.copies),
             moves_in=_pairs(plan.moves_in),
@@ -191,6 +195,25 @@ def _token_ids(plan: StepPlan) -> np.ndarray:
     token_ids = np.zeros(plan.bucket.num_tokens, np.int32)
     token_ids[: plan.num_tokens] = ids
     return token_ids
+
+
+def _scoring_arrays(plan: StepPlan, cu_q_lens: np.ndarray) -> dict[str, Any]:
+    """The fields of a batch that say what is scored; none where nothing is."""
+    if not plan.scored:
+        return {}
+    rows, targets = array("i"), array("i")
+    for index, first, end in plan.scored:
+        seq, start, _, _ = plan.slices[index]
+        begin = int(cu_q_lens[index]) + first - 1 - start
+        rows.extend(range(begin, begin + end - first))
+        targets.extend(seq.token_ids[first:end])
+    return {
+        "score_rows": np.array(rows, np.int32),
+        "score_targets": np.array(targets, np.int32),
+        "wants_score_top": any(
+            plan.slices[index].seq.scores.num_top > 0 for index, _, _ in plan.scored
+        ),
+    }
 
 
 def _pairs(pairs: tuple[tuple[int, int], ...]) -> np.ndarray:

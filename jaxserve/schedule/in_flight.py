@@ -12,7 +12,7 @@ of the step before.
 from collections.abc import Sequence as Several
 
 from jaxserve.pages.kv_manager import KVManager
-from jaxserve.schedule.batch import SampledTokens
+from jaxserve.schedule.batch import SampledTokens, TokenScores
 from jaxserve.schedule.plan import ScheduledSlice, StepPlan, StepResult
 from jaxserve.schedule.sequence import Candidates
 
@@ -72,6 +72,8 @@ def take_in(plan: StepPlan, sampled: SampledTokens, kv: KVManager) -> StepResult
     since, all but the tokens that it sampled.
     """
     result = StepResult([], [])
+    if sampled.scores is not None:
+        _take_scores(plan, sampled.scores, sampled.finite.tolist())
     # All at once: taking numbers out of an array one by one is slow.
     token_ids, logprobs = sampled.token_ids.tolist(), sampled.logprobs.tolist()
     finite = sampled.finite.tolist()
@@ -92,6 +94,10 @@ def take_in(plan: StepPlan, sampled: SampledTokens, kv: KVManager) -> StepResult
                 seq.token_ids[position] = token_id
                 position += 1
             seq.logprobs += logprobs[first_row]
+            if seq.num_top_logprobs:
+                seq.top_logprobs += [
+                    one.top(seq.num_top_logprobs) for one in _candidates_of_row(sampled, first_row)
+                ]
         if seq.num_in_flight:
             before, after = seq.num_computed_tokens, seq.num_computed_tokens + num_tokens + more
             seq.num_in_flight -= num_tokens + more
@@ -100,12 +106,27 @@ def take_in(plan: StepPlan, sampled: SampledTokens, kv: KVManager) -> StepResult
                 kv.record(seq.page_table, seq.token_ids, after, seq.request.priority)
         if num_samples:
             if seq.wants_candidates:
-                seq.candidates = _candidates_of_row(sampled, first_row)
+                (seq.candidates,) = _candidates_of_row(sampled, first_row)
             result.advanced.append(seq)
     return result
 
 
-def _candidates_of_row(sampled: SampledTokens, row: int) -> Candidates:
+def _take_scores(plan: StepPlan, scores: TokenScores, finite: Several[bool]) -> None:
+    """Gives each sequence its part of a step's scores; those of a slice that failed, or of a sequence
+    that has ended meanwhile, are dropped.
+    """
+    begin = 0
+    for index, first, end in plan.scored:
+        part = scores.part(begin, begin + end - first)
+        begin += end - first
+        seq = plan.slices[index].seq
+        if finite[index] and not seq.has_ended:
+            assert seq.scores is not None
+            seq.scores.put(first, *part)
+
+
+def _candidates_of_row(sampled: SampledTokens, row: int) -> list[Candidates]:
+    """One for each token of a row."""
     assert sampled.candidate_ids is not None
     assert sampled.candidate_logprobs is not None
-    return Candidates(sampled.candidate_ids[row], sampled.candidate_logprobs[row])
+    return list(map(Candidates, sampled.candidate_ids[row], sampled.candidate_logprobs[row]))
