@@ -276,12 +276,12 @@ def penalty_arrays(seqs: "Several[Sequence]", num_rows: int, max_num_seqs: int) 
 
 def bias_arrays(seqs: "Several[Sequence]", num_rows: int) -> LogitBias | None:
     """The logit_bias of sequences, one per live logit row; None where none has any."""
-    pairs = [seq.request.sampling_params.logit_bias for seq in seqs]
+    pairs = [seq.request.sampling_params.bias_pairs for seq in seqs]
     if not any(pairs):
         return None
     bias = LogitBias.off(num_rows)
     for row, own in enumerate(pairs):
-        for index, (token_id, value) in enumerate(own or ()):
+        for index, (token_id, value) in enumerate(own):
             bias.token_ids[row, index] = token_id
             bias.values[row, index] = value
     return bias
