@@ -72,6 +72,7 @@ class Engine:
             observers=self.observers,
             clock=clock,
             async_scheduling=async_scheduling,
+            vocab_size=vocab_size,
         )
         self._seed = seed
         self._groups: dict[str, Group] = {}

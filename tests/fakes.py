@@ -5,16 +5,18 @@ used twice or a row built wrongly changes the output or trips an assertion.
 """
 
 import dataclasses
+import functools
 import hashlib
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
 from jaxserve.config import CacheConfig, SchedulerConfig
+from jaxserve.constraints.constraint import allows
 from jaxserve.engine import Engine
 from jaxserve.executor import StepCosts
-from jaxserve.sampling_params import BeamParams
+from jaxserve.sampling_params import BeamParams, SamplingParams
 from jaxserve.schedule.batch import DeviceBatch, SampledTokens, TokenScores
 from jaxserve.schedule.beam import BeamSearch, path_tokens
 from jaxserve.schedule.build import build_scheduler
@@ -78,11 +80,41 @@ def expected_beams(
     return [(path_tokens(h.path)[0], h.score, h.finish_reason) for h in search.hypotheses]
 
 
+def add_counts(context: Sequence[int], counts: np.ndarray, options: Sequence[float]) -> list[int]:
+    """A context that a fake token with penalties depends on: the counts of all tokens said before,
+    and the penalties."""
+    said = np.flatnonzero(counts)
+    return [*context, *said, *counts[said], *(int(1000 * one) for one in options)]
+
+
+def expected_penalised(
+    prompt: Sequence[int], num_tokens: int, params: SamplingParams, seed: int | None = None
+) -> list[int]:
+    """What a request with penalties must produce, from counts made anew for each token."""
+    output: list[int] = []
+    options = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+    for position in range(num_tokens):
+        counts = np.zeros(VOCAB_SIZE, np.int32)
+        counts[list(set(prompt))] = 1
+        np.add.at(counts, output, 2)
+        drawn = [] if seed is None else [seed >> 32, seed & 0xFFFFFFFF, position]
+        output.append(next_token([*add_counts([*prompt, *output], counts, options), *drawn]))
+    return output
+
+
 class FakeHandle:
-    def __init__(self, sampled: SampledTokens):
+    """A step that was run; of one that awaits masks, one that runs with `give_masks`."""
+
+    def __init__(self, sampled: SampledTokens | None, run: Callable[..., SampledTokens]):
         self._sampled = sampled
+        self._run = run
+
+    def give_masks(self, masks: np.ndarray) -> None:
+        assert self._sampled is None, "a step that awaits no masks got some, or got them twice"
+        self._sampled = self._run(masks)
 
     def result(self) -> SampledTokens:
+        assert self._sampled is not None, "a step awaits masks"
         return self._sampled
 
 
@@ -115,6 +147,7 @@ class FakeExecutor:
         self.weights = 0
         self.last_batch: DeviceBatch | None = None
         self._last_ids = np.zeros(0, np.int32)  # what the rows of the last batch sampled
+        self._counts: np.ndarray | None = None  # i32[S, V], once a batch has penalties
 
     @property
     def description(self) -> dict[str, object]:
@@ -136,6 +169,7 @@ class FakeExecutor:
         self.slots[:] = UNWRITTEN
         self.host_slots[:] = UNWRITTEN
         self._last_ids = np.zeros(0, np.int32)
+        self._counts = None
 
     def update_params(self, params: object) -> None:
         """The number by which every token of the context is shifted."""
@@ -144,7 +178,10 @@ class FakeExecutor:
 
     def submit(self, batch: DeviceBatch) -> FakeHandle:
         """Runs all steps of a batch at once; nobody sees what came of them before `result`."""
-        sampled = self._run(batch)
+        run = functools.partial(self._run, batch)
+        if batch.awaits_masks:
+            return FakeHandle(None, run)
+        sampled = run()
         while batch.num_steps > 1:
             batch = batch.following()
             more = self._run(batch)
@@ -159,9 +196,9 @@ class FakeExecutor:
                     sampled.candidate_logprobs, more.candidate_logprobs
                 ),
             )
-        return FakeHandle(sampled)
+        return FakeHandle(sampled, run)
 
-    def _run(self, batch: DeviceBatch) -> SampledTokens:
+    def _run(self, batch: DeviceBatch, masks: np.ndarray | None = None) -> SampledTokens:
         self.num_steps += 1
         batch = self._with_known_tokens(batch)
         self.last_batch = batch
@@ -185,7 +222,7 @@ class FakeExecutor:
             assert (context != UNWRITTEN).all(), "attention would read a slot that nobody wrote"
             contexts[int(batch.cu_q_lens[row + 1]) - 1] = context
         finite = [self.poison.isdisjoint(context.tolist()) for context in contexts.values()]
-        sampled = self._sample(batch, contexts, np.array(finite, bool))
+        sampled = self._sample(batch, contexts, np.array(finite, bool), masks)
         if len(batch.score_rows):
             sampled = dataclasses.replace(sampled, scores=self._score(batch, contexts))
         if batch.num_rows:
@@ -230,9 +267,15 @@ class FakeExecutor:
             self.slots[pages, positions % self.page_size] = ids + self.weights
 
     def _sample(
-        self, batch: DeviceBatch, contexts: dict[int, np.ndarray], finite: np.ndarray
+        self,
+        batch: DeviceBatch,
+        contexts: dict[int, np.ndarray],
+        finite: np.ndarray,
+        masks: np.ndarray | None,
     ) -> SampledTokens:
         sampling = [contexts[t] for t in batch.logit_rows[: batch.num_rows].tolist()]
+        if batch.penalties is not None:
+            sampling = self._counted(batch, sampling)
         if self.draws:
             sampling = [
                 [*context, *batch.seeds[row].tolist(), batch.output_positions[row]]
@@ -243,6 +286,14 @@ class FakeExecutor:
         best = [fake_candidates(context) for context in sampling]
         ids = np.array([one[0] for one in best], np.int32).reshape(-1, NUM_CANDIDATES)
         logprobs = np.array([one[1] for one in best], np.float32).reshape(-1, NUM_CANDIDATES)
+        for row in range(len(ids) if masks is not None else 0):
+            steps = (int(ids[row, 0]) + np.arange(VOCAB_SIZE, dtype=np.int32)) % VOCAB_SIZE
+            ids[row, 0] = next(i for i in steps if allows(masks[row], int(i)))
+        if batch.penalties is not None:
+            assert self._counts is not None
+            slots = batch.penalties.slots[: len(ids)]
+            counted = slots < len(self._counts)
+            np.add.at(self._counts, (slots[counted], ids[counted, 0]), 2)
         return SampledTokens(
             token_ids=ids[:, :1],
             num_tokens=np.ones(len(ids), np.int32),
@@ -269,6 +320,24 @@ class FakeExecutor:
             top_ids=np.array([one[0] for one in best]) if batch.wants_score_top else None,
             top_logprobs=np.array([one[1] for one in best]) if batch.wants_score_top else None,
         )
+
+    def _counted(self, batch: DeviceBatch, contexts: Sequence[Sequence[int]]) -> list:
+        """The contexts of rows with penalties, with what the table counts for them."""
+        if self._counts is None:
+            self._counts = np.full((len(batch.kv_lens), VOCAB_SIZE), 7, np.int32)  # never read
+        assert batch.penalties is not None
+        for load in batch.count_loads:
+            self._counts[load.slot] = 0
+            np.add.at(self._counts[load.slot], load.token_ids, load.amounts)
+        slots, *options = (column.tolist() for column in batch.penalties)
+        live = [slot for slot in slots[: len(contexts)] if slot < len(self._counts)]
+        assert len(set(live)) == len(live), "two rows are counted in one slot"
+        return [
+            add_counts(context, self._counts[slots[row]], [one[row] for one in options])
+            if slots[row] < len(self._counts)
+            else context
+            for row, context in enumerate(contexts)
+        ]
 
 
 def make_engine(

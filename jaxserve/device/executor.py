@@ -6,13 +6,15 @@ the pool exists once and is updated in place. Nothing else may hold them.
 """
 
 import dataclasses
+import functools
 import time
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jaxserve.device.kv_pool import make_pools, pool_program
+from jaxserve.device.kv_pool import count_table_program, make_pools, pool_program
 from jaxserve.device.page_moves import PageMoves
 from jaxserve.device.params import put_params
 from jaxserve.device.programs import Lowering, Program, ProgramTable, lower_traced
@@ -24,7 +26,7 @@ from jaxserve.device.step_shapes import StepShapes
 from jaxserve.executor import StepCosts
 from jaxserve.model.kv_scales import KVScales
 from jaxserve.model.registry import Params
-from jaxserve.schedule.batch import DeviceBatch
+from jaxserve.schedule.batch import CountLoad, DeviceBatch, Penalties
 from jaxserve.schedule.buckets import Bucket
 from pallas_kernels.ragged_paged_attention.layout import KVPages
 from pallas_kernels.ragged_paged_attention.row_checks import check_rows
@@ -105,6 +107,7 @@ class DeviceExecutor:
             *self._scoring.list_programs(),
             *self._moves.list_programs(),
             pool_program(self._shapes),
+            count_table_program(self._shapes),
         ]
 
     def warm_up(self) -> None:
@@ -134,7 +137,18 @@ class DeviceExecutor:
             bucket, self._shapes.buckets, self._shapes.max_pages, num_rows=int(samples)
         )
         padding = dataclasses.replace(padding, wants_candidates=True)
-        self._submit(padding, self._runs[:1]).result()
+        if samples:
+            slots, seqs = np.arange(1, dtype=np.int32), self._shapes.buckets.max_num_seqs
+            padding = dataclasses.replace(
+                padding,
+                penalties=Penalties.off(bucket.num_rows, seqs),
+                count_loads=(CountLoad(0, slots, slots),),
+                awaits_masks=True,
+            )
+        step = self._submit(padding, self._runs[:1])
+        if samples:
+            step.give_masks(np.full((1, 1), 1, np.uint32))
+        step.result()
 
     def _measure_token(self) -> float:
         """Seconds a token in the largest step, which has run before: one run of layers stands for
@@ -202,15 +216,31 @@ class DeviceExecutor:
         return self._submit(batch, self._runs)
 
     def _submit(self, batch: DeviceBatch, runs: Sequence[slice]) -> DeviceStep:
-        outputs = [self._run(batch, runs)]
+        outputs, sample = [], None
+        if batch.awaits_masks:  # a single step
+            forward, hidden = self._run_layers(batch, runs)
+            outputs.append(forward)
+            sample = functools.partial(self._sampler, batch, self._head_params, hidden)
+        else:
+            outputs.append(self._run(batch, runs))
         while batch.num_steps > 1:
             batch = batch.following()
             outputs.append(self._run(batch, runs))
-        self._last = DeviceStep(batch, outputs, settle=self._moves.storage.settle)
+        settle = self._moves.storage.settle
+        self._last = DeviceStep(batch, outputs, settle=settle, sample=sample)
         return self._last
 
     def _run(self, batch: DeviceBatch, runs: Sequence[slice]) -> StepOutputs:
         """Calls the programs of one step, one after the other; waits for none of them."""
+        outputs, hidden = self._run_layers(batch, runs)
+        if batch.num_rows:
+            outputs = outputs._replace(rows=self._sampler(batch, self._head_params, hidden))
+        return outputs
+
+    def _run_layers(
+        self, batch: DeviceBatch, runs: Sequence[slice]
+    ) -> tuple[StepOutputs, jax.Array]:
+        """The programs of T. Returns (what is known then, the hidden rows [S, E] for the sampler)."""
         num_tokens = batch.bucket.num_tokens
         inputs = jax.device_put(forward_inputs(batch))
         x = self._programs["embed", num_tokens](
@@ -228,6 +258,5 @@ class DeviceExecutor:
             )
         select = self._programs["select", num_tokens]
         hidden, slices_finite = select(x, inputs.logit_rows, inputs.rows.cu_q_lens)
-        rows = self._sampler(batch, self._head_params, hidden) if batch.num_rows else None
         scored = self._scoring.start(batch, self._head_params, x) if len(batch.score_rows) else ()
-        return StepOutputs(slices_finite, rows, scored)
+        return StepOutputs(slices_finite, scored=scored), hidden

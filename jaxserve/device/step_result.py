@@ -25,7 +25,7 @@ class StepOutputs(NamedTuple):
     """
 
     slices_finite: jax.Array
-    rows: RowOutputs | None
+    rows: RowOutputs | None = None
     scored: Sequence[ScoredBlock] = ()
 
 
@@ -36,18 +36,45 @@ class DeviceStep:
         batch: what was submitted; of several steps in one, the last.
         outputs: of each of its steps.
         settle: writes the pages that left the device to host RAM; waits for them.
+        sample: samples the rows of a step that awaits masks, given them; None for any other step.
     """
 
     def __init__(
-        self, batch: DeviceBatch, outputs: Sequence[StepOutputs], *, settle: Callable[[], None]
+        self,
+        batch: DeviceBatch,
+        outputs: Sequence[StepOutputs],
+        *,
+        settle: Callable[[], None],
+        sample: Callable[[np.ndarray], RowOutputs] | None = None,
     ):
         self._batch = batch
         self._outputs = outputs
         self._settle = settle
+        self._sample = sample
         self.is_done = False
 
+    def give_masks(self, masks: np.ndarray) -> None:
+        """Starts the rest of a step that awaits masks.
+
+        Args:
+            masks: u32[num_rows, W], as in `jaxserve.executor.StepHandle`.
+
+        Raises:
+            RuntimeError: the step awaits none.
+        """
+        if self._sample is None:
+            raise RuntimeError("give_masks: this step awaits no masks")
+        (forward,) = self._outputs
+        self._outputs, self._sample = [forward._replace(rows=self._sample(masks))], None
+
     def result(self) -> SampledTokens:
-        """Blocks until the step is done, also when it samples nothing."""
+        """Blocks until the step is done, also when it samples nothing.
+
+        Raises:
+            RuntimeError: the step awaits masks.
+        """
+        if self._sample is not None:
+            raise RuntimeError("result: this step awaits masks; give_masks comes first")
         try:
             self._settle()  # those pages left before the step began: write them while it runs
             fetched = jax.device_get(list(self._outputs))

@@ -75,9 +75,9 @@ def make_group(
             stop_ids=stop_ids,
             page_table=scheduler.kv.new_table(),
             wants_candidates=beam is not None,
-            constraints=constraints_of(params, stop_ids),
             num_top_logprobs=0 if beam is not None else params.num_top_logprobs,
             scores=scores,
+            constraints=constraints_of(params, stop_ids),
         )
         for index in range(params.n)
     ]

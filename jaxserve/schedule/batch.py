@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from jaxserve.sampling_params import MAX_LOGIT_BIAS
 from jaxserve.schedule.buckets import Bucket, Buckets
 
 if TYPE_CHECKING:
@@ -19,6 +20,50 @@ if TYPE_CHECKING:
 
 
 MAX_CANDIDATES = 64  # likeliest tokens that a step can return for a row
+
+
+class Penalties(NamedTuple):
+    """Penalties of each logit row, and where its tokens are counted."""
+
+    slots: np.ndarray  # i32[R]        row of the count table; S = none
+    repetition: np.ndarray  # f32[R]   1 = off
+    frequency: np.ndarray  # f32[R]    0 = off
+    presence: np.ndarray  # f32[R]     0 = off
+
+    @classmethod
+    def off(cls, num_rows: int, max_num_seqs: int) -> "Penalties":
+        """R rows without any."""
+        zeros = np.zeros(num_rows, np.float32)
+        slots = np.full(num_rows, max_num_seqs, np.int32)
+        return cls(slots, np.ones(num_rows, np.float32), zeros, zeros.copy())
+
+
+class LogitBias(NamedTuple):
+    """What is added to the logits of some tokens of each row; padded with (0, 0)."""
+
+    token_ids: np.ndarray  # i32[R, B]
+    values: np.ndarray  # f32[R, B]
+
+    @classmethod
+    def off(cls, num_rows: int) -> "LogitBias":
+        """R rows without any."""
+        shape = (num_rows, MAX_LOGIT_BIAS)
+        return cls(np.zeros(shape, np.int32), np.zeros(shape, np.float32))
+
+
+class CountLoad(NamedTuple):
+    """A row of the count table, made anew.
+
+    Args:
+        slot: which row.
+        token_ids: i32[n], tokens to count; one may come twice.
+        amounts: i32[n], what to add for each: 1 for a token of the prompt, 2 for each time it was
+            sampled.
+    """
+
+    slot: int
+    token_ids: np.ndarray
+    amounts: np.ndarray
 
 
 def no_pairs() -> np.ndarray:
@@ -61,6 +106,10 @@ class DeviceBatch:
     output_positions: np.ndarray  # i32[R]  how many output tokens the sequence has already
     num_steps: int = 1  # run so often, each time with the tokens that were sampled before
     wants_candidates: bool = False  # some row wants the likeliest tokens, not just a sampled one
+    penalties: Penalties | None = None  # where some row has any
+    count_loads: tuple[CountLoad, ...] = ()  # done before the logits are processed
+    logit_bias: LogitBias | None = None  # where some row has any
+    awaits_masks: bool = False  # what rows may sample is handed in while the layers run
     # what is scored: the token at score_rows[i] says how likely token id score_targets[i] is next
     score_rows: np.ndarray = field(default_factory=no_ids)  # i32[n], n differs from step to step
     score_targets: np.ndarray = field(default_factory=no_ids)  # i32[n]
@@ -73,8 +122,9 @@ class DeviceBatch:
     def __post_init__(self) -> None:
         for one in fields(self):
             value = getattr(self, one.name)
-            if isinstance(value, np.ndarray):
-                value.flags.writeable = False
+            for part in value if isinstance(value, Penalties | LogitBias) else (value,):
+                if isinstance(part, np.ndarray):
+                    part.flags.writeable = False
 
     @classmethod
     def padding(
@@ -102,19 +152,22 @@ class DeviceBatch:
             logit_rows=np.zeros(max_seqs, np.int32),
             num_steps=1,
             wants_candidates=False,
-            **sampling_arrays([], bucket.num_rows),
             output_positions=np.zeros(bucket.num_rows, np.int32),
+            **sampling_arrays([], bucket.num_rows),  # type: ignore[arg-type]
         )
 
     def following(self) -> "DeviceBatch":
         """The batch of the next of its `num_steps`: each row goes on with the token it sampled.
 
         Raises:
-            ValueError: a row computes more than one token, or samples none.
+            ValueError: a row computes more than one token, or samples none; masks are awaited, which
+                only the host can make.
         """
         num_rows = self.num_rows
         if not num_rows == self.ranges[0] == self.ranges[2]:
             raise ValueError("only a batch whose rows all sample after one token has a next step")
+        if self.awaits_masks:
+            raise ValueError("a batch that awaits masks has no next step")
         live = np.arange(num_rows, dtype=np.int32)
         token_ids, positions = self.token_ids.copy(), self.positions.copy()
         kv_lens, output_positions = self.kv_lens.copy(), self.output_positions.copy()
@@ -129,6 +182,7 @@ class DeviceBatch:
             positions=positions,
             kv_lens=kv_lens,
             output_positions=output_positions,
+            count_loads=(),
             moves_out=no_pairs(),
             copies=no_pairs(),
             moves_in=no_pairs(),
@@ -208,6 +262,29 @@ def sampling_arrays(seqs: "Several[Sequence]", num_rows: int) -> dict[str, np.nd
         "seeds": seeds,
         "reports_processed": column([p.processed_logprobs for p in params], np.bool_, False),
     }
+
+
+def penalty_arrays(seqs: "Several[Sequence]", num_rows: int, max_num_seqs: int) -> Penalties:
+    """The penalties of sequences, one per live logit row; slots are not given yet."""
+    penalties = Penalties.off(num_rows, max_num_seqs)
+    for row, params in enumerate(seq.request.sampling_params for seq in seqs):
+        penalties.repetition[row] = params.repetition_penalty
+        penalties.frequency[row] = params.frequency_penalty
+        penalties.presence[row] = params.presence_penalty
+    return penalties
+
+
+def bias_arrays(seqs: "Several[Sequence]", num_rows: int) -> LogitBias | None:
+    """The logit_bias of sequences, one per live logit row; None where none has any."""
+    pairs = [seq.request.sampling_params.bias_pairs for seq in seqs]
+    if not any(pairs):
+        return None
+    bias = LogitBias.off(num_rows)
+    for row, own in enumerate(pairs):
+        for index, (token_id, value) in enumerate(own):
+            bias.token_ids[row, index] = token_id
+            bias.values[row, index] = value
+    return bias
 
 
 def _f32_temperature(temperature: float) -> float:

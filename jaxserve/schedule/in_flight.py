@@ -19,7 +19,8 @@ from jaxserve.schedule.sequence import Candidates
 
 def count_decode_steps(slices: Several[ScheduledSlice], most: int, kv: KVManager) -> int:
     """How many tokens of each sequence a step may compute one after the other: 1 unless every slice
-    is a token that samples, and no sequence would get more than it asked for. Takes the pages.
+    is a token that samples, no sequence would get more than it asked for, and the host need not say
+    what may come next. Takes the pages.
 
     Args:
         slices: of the step.
@@ -30,6 +31,10 @@ def count_decode_steps(slices: Several[ScheduledSlice], most: int, kv: KVManager
         if num_tokens > 1 or not num_samples or seq.is_awaited:
             return 1
         most = min(most, seq.max_num_tokens - start)
+        if seq.constraints:
+            first = start + num_tokens - seq.num_prompt_tokens  # output position sampled first
+            masked = (i for i in range(most) if seq.needs_mask(first + i))
+            most = max(1, next(masked, most))
     if most > 1:
         for seq, start, _, _ in slices:
             if not kv.grow(seq.page_table, start + most, start):

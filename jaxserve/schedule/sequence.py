@@ -83,7 +83,7 @@ class Sequence:
         stop_ids: ids that end it: the end set (unless ignore_eos) and the request's stop_token_ids.
         page_table: its pages.
         wants_candidates: it is a beam: steps fill `candidates`, and whoever chooses appends.
-        constraints: what it may say next, the strongest first.
+        constraints: what its tokens must keep to, the strongest first.
         num_top_logprobs: likeliest tokens to keep of each output token; 0 = none.
         scores: of its prompt, where they are wanted; shared by the choices of a request.
     """
@@ -177,6 +177,10 @@ class Sequence:
     def awaits_its_end(self) -> bool:
         """Whether its last token is pending: no further step is needed, only the result."""
         return len(self.token_ids) > self.max_num_tokens and self.num_pending > 0
+
+    def needs_mask(self, num_output_tokens: int) -> bool:
+        """Whether a constraint may have a say in the token after so many output tokens."""
+        return any(one.needs_mask(num_output_tokens) for one in self.constraints)
 
     def forget_step(self) -> None:
         """Takes back the marks of a step under way: nobody wants its result any more."""
