@@ -73,7 +73,9 @@ def success_record(
         record |= _logprobs(first)
     if output.prompt_logprobs is not None:
         record["prompt_logprobs"] = [
-            None if one is None else {"logprob": _number(one.logprob), "top": _ranked(one.top)}
+            None
+            if one is None
+            else {"logprob": _number(one.logprob), "rank": one.rank, "top": _ranked(one.top)}
             for one in output.prompt_logprobs
         ]
     return record
