@@ -70,3 +70,7 @@ class InvalidRequestError(RequestError, ValueError):
 
 class NonFiniteError(RequestError):
     """The model computed something that is no finite number; the request is not at fault."""
+
+
+class ConstraintError(RequestError):
+    """Nothing that a sequence may say can follow what it has said; only its request ends."""

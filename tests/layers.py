@@ -28,6 +28,7 @@ LEVELS = {
     "jaxserve.config": 1,
     "jaxserve.request": 1,
     "jaxserve.sampling_params": 1,
+    "jaxserve.structured_outputs": 1,
     "jaxserve.seeds": 1,
     "jaxserve.stats": 1,
     "jaxserve.model_config": 1,
