@@ -24,7 +24,7 @@ def require(ok: bool, name: str, value: object, limit: str) -> None:
 
 def plain(value: Any) -> Any:
     """Numbers of other libraries (a numpy scalar) as Python's own; everything else as it is."""
-    if isinstance(value, bool | int | float):
+    if isinstance(value, bool | int) or type(value) is float:
         return value
     if isinstance(value, Integral):
         return int(value)

@@ -67,8 +67,8 @@ _FLAGS = (
 class SamplingParams:
     """How one request is decoded; names and meanings as in vLLM and the OpenAI API.
 
-    The order in which the fields from `repetition_penalty` to `min_p` act, and the rules where engines
-    disagree, stand in docs/sampling.md.
+    The order in which they act, and the rules where engines disagree, stand in docs/sampling.md. None
+    stands for the default of a list.
 
     Args:
         max_tokens: most tokens to generate; None = up to the context length. A budget that would
@@ -127,11 +127,11 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | Mapping[str, float] | Sequence[tuple[int, float]] | None = (
         None
     )
-    bad_words: Sequence[BadWord] | None = ()
+    bad_words: Sequence[BadWord] = ()
     allowed_token_ids: Sequence[int] | None = None
     seed: int | None = None
-    stop: str | Sequence[str] | None = ()
-    stop_token_ids: Sequence[int] | None = ()
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logprobs: int | bool | None = None
@@ -230,6 +230,11 @@ class SamplingParams:
         return 0 if self.logprobs is None or isinstance(self.logprobs, bool) else self.logprobs
 
     @property
+    def bias_pairs(self) -> tuple[tuple[int, float], ...]:
+        """`logit_bias` as it is kept: (token id, bias), sorted by id."""
+        return self.logit_bias or ()  # type: ignore[return-value]
+
+    @property
     def wants_penalties(self) -> bool:
         """Whether what was generated, or asked, changes the logits of what comes."""
         return (
@@ -290,7 +295,8 @@ class BeamParams:
         early_stopping: when to stop once there are beam_width finished outputs. True = at once;
             False = when the best running beam, at its present length, does not beat the worst of
             them; "never" = when it could not beat it at any length.
-        ignore_eos, stop_token_ids, logprobs, skip_special_tokens: as in `SamplingParams`.
+        logprobs: None or False = none; True, 0 or 1 = each output token's log probability.
+        ignore_eos, stop_token_ids, skip_special_tokens: as in `SamplingParams`.
 
     Raises:
         InvalidRequestError: a field has the wrong type or lies outside its range; `param` names it.
@@ -306,7 +312,7 @@ class BeamParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("beam_width", "max_tokens", "length_penalty"):
+        for name in ("beam_width", "max_tokens", "length_penalty", "logprobs"):
             object.__setattr__(self, name, plain(getattr(self, name)))
         require_within("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
         require_real("length_penalty", self.length_penalty)
@@ -322,6 +328,8 @@ class BeamParams:
             self.early_stopping,
             'true, false or "never"',
         )
+        one = self.logprobs in (0, 1) or self.logprobs is None
+        require(one, "logprobs", self.logprobs, "true, false, 0 or 1 (the chosen token's)")
         params = self.as_sampling_params()
         require(params.max_tokens != 0, "max_tokens", self.max_tokens, "an integer >= 1")
         object.__setattr__(self, "stop_token_ids", params.stop_token_ids)

@@ -7,10 +7,8 @@
     device, weights, plan.simulate                                             5
     engine, step_loop, groups                                                  4
     executor, schedule                                                         3
-    pages, text, model, sample                                                 2
-    plan.capacity, plan.roofline, model_config, field_checks, sampling_params, request,
     pages, text, constraints, model, sample                                    2
-    plan.capacity, plan.roofline, model_config, sampling_params, request,
+    plan.capacity, plan.roofline, model_config, field_checks, sampling_params, request,
     seeds, stats, config, errors                                               1
     pallas_kernels                                                             0
 

@@ -16,7 +16,8 @@ from jaxserve.device.kv_pool import make_pools, pool_program
 from jaxserve.device.page_moves import PageMoves
 from jaxserve.device.params import put_params
 from jaxserve.device.programs import Lowering, Program, ProgramTable, lower_traced
-from jaxserve.device.step import Sampled, forward_inputs, sampling_rows
+from jaxserve.device.row_sampler import RowSampler
+from jaxserve.device.step import forward_inputs
 from jaxserve.device.step_result import DeviceStep, StepOutputs
 from jaxserve.device.step_shapes import StepShapes
 from jaxserve.executor import StepCosts
@@ -57,6 +58,7 @@ class DeviceExecutor:
         self._kv_pages: list[KVPages] = []
         self._programs = ProgramTable(lower)
         self._moves = PageMoves(shapes, self._programs, num_host_pages=num_host_pages)
+        self._sampler = RowSampler(shapes, self._programs)
         self._last: DeviceStep | None = None
         self._costs: StepCosts | None = None
         self._take_params(params)
@@ -142,8 +144,7 @@ class DeviceExecutor:
         self._last = None
         self._moves.storage.forget()
         self._kv_pages = []  # first give up what is left of the old ones: two pools may not fit
-        last_ids = self._shapes.abstract_last_ids
-        self._last_ids = jnp.zeros(last_ids.shape, last_ids.dtype)
+        self._sampler.reset()
         self._kv_pages = make_pools(self._shapes, self._programs)
 
     def update_params(self, params: object) -> None:
@@ -202,10 +203,10 @@ class DeviceExecutor:
 
     def _run(self, batch: DeviceBatch, runs: Sequence[slice]) -> StepOutputs:
         """Calls the programs of one step, one after the other; waits for none of them."""
-        num_tokens, num_rows = batch.bucket.num_tokens, batch.bucket.num_rows
+        num_tokens = batch.bucket.num_tokens
         inputs = jax.device_put(forward_inputs(batch))
         x = self._programs["embed", num_tokens](
-            self._params["embed"], inputs.token_ids, self._last_ids
+            self._params["embed"], inputs.token_ids, self._sampler.last_ids
         )
         run_layers = self._programs["layers", num_tokens]
         for run in runs:
@@ -219,12 +220,5 @@ class DeviceExecutor:
             )
         select = self._programs["select", num_tokens]
         hidden, slices_finite = select(x, inputs.logit_rows, inputs.rows.cu_q_lens)
-        sampled = candidates = None
-        if batch.num_rows:
-            run_sample = self._programs["sample", num_rows]
-            outputs = Sampled(*run_sample(self._head_params, hidden, sampling_rows(batch)))
-            self._last_ids = outputs.last_ids
-            sampled = (outputs.token_ids, outputs.logprobs, outputs.finite)
-            if batch.wants_candidates:
-                candidates = self._programs["candidates", num_rows](outputs.logits)
-        return StepOutputs(slices_finite, sampled, candidates)
+        rows = self._sampler(batch, self._head_params, hidden) if batch.num_rows else None
+        return StepOutputs(slices_finite, rows)

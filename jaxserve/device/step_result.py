@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from jaxserve.device.row_sampler import RowOutputs
 from jaxserve.schedule.batch import DeviceBatch, SampledTokens
 
 
@@ -18,13 +19,11 @@ class StepOutputs(NamedTuple):
 
     Args:
         slices_finite: bool[S].
-        sampled: (token ids i32[R], logprobs f32[R], finite bool[R]); None where nothing is sampled.
-        candidates: (token ids i32[R, K], logprobs f32[R, K]), where wanted.
+        rows: what was sampled; None where nothing is.
     """
 
     slices_finite: jax.Array
-    sampled: tuple[jax.Array, ...] | None
-    candidates: tuple[jax.Array, ...] | None
+    rows: RowOutputs | None
 
 
 class DeviceStep:
@@ -68,28 +67,25 @@ def _one_after_the_other(steps: Sequence[SampledTokens]) -> SampledTokens:
 
 
 def sampled_tokens(
-    batch: DeviceBatch,
-    slices_finite: np.ndarray,
-    sampled: tuple[np.ndarray, ...] | None,
-    candidates: tuple[np.ndarray, ...] | None,
+    batch: DeviceBatch, slices_finite: np.ndarray, rows: RowOutputs | None
 ) -> SampledTokens:
     """Cuts the padding off what the programs returned and puts it together.
 
     Args:
         batch: what was submitted.
-        slices_finite, sampled, candidates: as in `StepOutputs`, fetched.
+        slices_finite, rows: as in `StepOutputs`, fetched.
     """
     num_slices, num_rows = int(batch.ranges[2]), batch.num_rows
     finite = np.array(slices_finite[:num_slices])
-    if sampled is None:
+    if rows is None:
         token_ids, logprobs = np.zeros(0, np.int32), np.zeros(0, np.float32)
     else:
-        token_ids, logprobs, rows_finite = (array[:num_rows] for array in sampled)
+        token_ids, logprobs, rows_finite = (array[:num_rows] for array in rows.sampled)
         # A row belongs to the first slice that ends beyond its token; to none in a padding batch.
         ends = batch.cu_q_lens[1 : num_slices + 1]
         owners = np.searchsorted(ends, batch.logit_rows[:num_rows], side="right")
         finite[owners[(owners < num_slices) & ~rows_finite]] = False
-    ids_of, logprobs_of = candidates or (None, None)
+    ids_of, logprobs_of = (rows and rows.candidates) or (None, None)
     return SampledTokens(
         token_ids=token_ids[:, None],
         num_tokens=np.ones(len(token_ids), np.int32),

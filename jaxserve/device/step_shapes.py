@@ -12,17 +12,17 @@ import jax.numpy as jnp
 
 from jaxserve.config import KV_CACHE_DTYPES
 from jaxserve.device.programs import Lowering, Program, ProgramTable, lower_traced
-from jaxserve.device.step import (
+from jaxserve.device.row_programs import (
+    RawLogits,
     Sampled,
-    embed_tokens,
-    forward_inputs,
+    candidates,
+    head,
     sample_rows,
     sampling_rows,
-    select,
 )
+from jaxserve.device.step import embed_tokens, forward_inputs, select
 from jaxserve.model.kv_scales import KVScales
 from jaxserve.model.registry import ModelFunctions
-from jaxserve.sample.logprobs import top_logprobs
 from jaxserve.schedule.batch import MAX_CANDIDATES, DeviceBatch
 from jaxserve.schedule.buckets import Bucket, Buckets
 from pallas_kernels.ragged_paged_attention.layout import KVPages, is_8bit
@@ -43,6 +43,8 @@ class StepShapes:
         kv_dtype: element type of the pages; the 8-bit ones go with scales.
         layers_per_program: consecutive layers compiled as one program; divides the number of
             layers.
+        num_token_ids: how many ids of the vocabulary are tokens; None = all. The rest is padding of
+            the head, never sampled and never counted.
     """
 
     model: ModelFunctions
@@ -54,6 +56,7 @@ class StepShapes:
     dtype: jnp.dtype
     kv_dtype: jnp.dtype
     layers_per_program: int
+    num_token_ids: int | None = None
 
     @property
     def kv_cache_dtype(self) -> str:
@@ -74,9 +77,15 @@ class StepShapes:
         return config.num_layers, config.num_kv_heads, 2, self.page_size, config.head_dim
 
     @property
+    def num_ids(self) -> int:
+        """How many ids are tokens: those from here on are padding."""
+        vocab_size = self.model.config.vocab_size
+        return vocab_size if self.num_token_ids is None else min(self.num_token_ids, vocab_size)
+
+    @property
     def num_candidates(self) -> int:
         """Likeliest tokens that a row gets when a batch wants them (K)."""
-        return min(MAX_CANDIDATES, self.model.config.vocab_size)
+        return min(MAX_CANDIDATES, self.num_ids)
 
     @property
     def abstract_last_ids(self) -> jax.ShapeDtypeStruct:
@@ -159,15 +168,21 @@ class StepShapes:
         rows = sampling_rows(self.padding(Bucket(1, num_rows)))
         return [
             Program(
+                key=("head", num_rows),
+                function=functools.partial(head, self.model, num_rows, self.num_ids),
+                arguments=(self.model.head_params(self.model.abstract_params), hidden),
+                returns=(RawLogits,),
+            ),
+            Program(
                 key=("sample", num_rows),
-                function=functools.partial(sample_rows, self.model),
-                arguments=(self.model.head_params(self.model.abstract_params), hidden, rows),
+                function=functools.partial(sample_rows, self.buckets.max_num_seqs),
+                arguments=(logits, logits, rows),
                 returns=(Sampled,),
             ),
             Program(
                 key=("candidates", num_rows),
-                function=functools.partial(top_logprobs, count=self.num_candidates),
-                arguments=(logits,),
+                function=functools.partial(candidates, self.num_candidates),
+                arguments=(logits, logits, rows),
             ),
         ]
 

@@ -1,10 +1,12 @@
 """What a request may hold: checked by the engine before anything is taken for it."""
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
 from jaxserve.errors import InvalidRequestError, shown
 from jaxserve.request import Request
+from jaxserve.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,14 +31,11 @@ class Limits:
             prompt: its prompt, as plain ids.
 
         Raises:
-            InvalidRequestError: an id outside the vocabulary; no room for the prompt.
+            InvalidRequestError: an id outside the vocabulary, in the prompt or in a field of the sampling
+                params; no room for the prompt.
         """
-        for i in prompt:
-            if not 0 <= i < self.vocab_size:
-                raise InvalidRequestError(
-                    f"prompt token ids must be in [0, {self.vocab_size}), got {shown(i)}",
-                    param="prompt",
-                )
+        self._check_ids("prompt", prompt)
+        self._check_params(request.sampling_params)
         asked = request.sampling_params.max_tokens
         least = 0 if asked == 0 else 1
         room = self.max_model_len - len(prompt)
@@ -60,3 +59,19 @@ class Limits:
             )
         room = min(room, pool_room)
         return room if asked is None else min(asked, room)
+
+    def _check_params(self, params: SamplingParams) -> None:
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
+        self._check_ids("logit_bias", (token_id for token_id, _ in params.bias_pairs))
+        for word in params.bad_words:
+            if not isinstance(word, str):
+                self._check_ids("bad_words", word)
+
+    def _check_ids(self, name: str, token_ids: Iterable[int]) -> None:
+        for i in token_ids:
+            if not 0 <= i < self.vocab_size:
+                raise InvalidRequestError(
+                    f"{name} token ids must be in [0, {self.vocab_size}), got {shown(i)}",
+                    param=name,
+                )

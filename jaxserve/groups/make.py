@@ -4,11 +4,15 @@ engine.
 
 from collections.abc import Sequence as Several
 
+from jaxserve.constraints.constraint import Constraint
+from jaxserve.constraints.token_sets import AllowedTokens, BadWords, MinTokens
+from jaxserve.errors import InvalidRequestError
 from jaxserve.groups.beams import BeamGroup, check_beams
 from jaxserve.groups.choices import ChoiceGroup, one_watcher_per_choice
 from jaxserve.groups.group import Group
 from jaxserve.groups.outbox import Outbox
 from jaxserve.request import Request
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.schedule.scheduler import Scheduler
 from jaxserve.schedule.sequence import Sequence
 from jaxserve.seeds import choice_seed, derive_seed
@@ -43,7 +47,8 @@ def make_group(
         outbox: takes what it releases.
 
     Raises:
-        InvalidRequestError: more beams than a step has candidates for; stop strings without a watcher.
+        InvalidRequestError: more beams than a step has candidates for; stop strings without a watcher;
+            bad words that are texts.
         ValueError: a watcher for a beam search, or another number of them than there are choices.
     """
     params, beam = request.sampling_params, request.beam
@@ -60,6 +65,7 @@ def make_group(
             stop_ids=stop_ids,
             page_table=scheduler.kv.new_table(),
             wants_candidates=beam is not None,
+            constraints=constraints_of(params, stop_ids),
         )
         for index in range(params.n)
     ]
@@ -70,3 +76,30 @@ def make_group(
         return BeamGroup(seqs[0], beam, scheduler=scheduler, outbox=outbox)
     watchers = one_watcher_per_choice(watcher, request)
     return ChoiceGroup(seqs, watchers, scheduler=scheduler, outbox=outbox)
+
+
+def constraints_of(params: SamplingParams, stop_ids: frozenset[int]) -> tuple[Constraint, ...]:
+    """What a sequence may say next, the strongest first: a weaker one gives way where nothing would be
+    left.
+
+    Args:
+        params: of its request.
+        stop_ids: ids that end it.
+
+    Raises:
+        InvalidRequestError: a bad word is a text.
+    """
+    found: list[Constraint] = []
+    if params.allowed_token_ids is not None:
+        found.append(AllowedTokens(params.allowed_token_ids))
+    if params.min_tokens and stop_ids:
+        found.append(MinTokens(params.min_tokens, stop_ids))
+    if params.bad_words:
+        words = [word for word in params.bad_words if not isinstance(word, str)]
+        if len(words) < len(params.bad_words):
+            raise InvalidRequestError(
+                "bad_words that are texts need a tokenizer; without one give lists of token ids",
+                param="bad_words",
+            )
+        found.append(BadWords(words))
+    return tuple(found)

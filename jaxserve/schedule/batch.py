@@ -52,6 +52,7 @@ class DeviceBatch:
     top_p: np.ndarray  # f32[R]
     min_p: np.ndarray  # f32[R]
     seeds: np.ndarray  # u32[R, 2]     high and low word
+    reports_processed: np.ndarray  # bool[R]  logprobs of what is sampled from, not of raw logits
     output_positions: np.ndarray  # i32[R]  how many output tokens the sequence has already
     num_steps: int = 1  # run so often, each time with the tokens that were sampled before
     wants_candidates: bool = False  # some row wants the likeliest tokens, not just a sampled one
@@ -173,6 +174,7 @@ def sampling_arrays(seqs: "Several[Sequence]", num_rows: int) -> dict[str, np.nd
         "top_p": column([p.top_p for p in params], np.float32, 1.0),
         "min_p": column([p.min_p for p in params], np.float32, 0.0),
         "seeds": seeds,
+        "reports_processed": column([False for p in params], np.bool_, False),
     }
 
 

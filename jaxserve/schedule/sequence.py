@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxserve.constraints.constraint import Constraint
 from jaxserve.pages.page_table import PageTable
 from jaxserve.pages.tiers import HostPages
 from jaxserve.request import CacheSalt, Request
@@ -73,6 +74,7 @@ class Sequence:
         stop_ids: ids that end it: the end set (unless ignore_eos) and the request's stop_token_ids.
         page_table: its pages.
         wants_candidates: it is a beam: steps fill `candidates`, and whoever chooses appends.
+        constraints: what it may say next, the strongest first.
     """
 
     request: Request
@@ -83,6 +85,7 @@ class Sequence:
     stop_ids: frozenset[int]
     page_table: PageTable
     wants_candidates: bool = False
+    constraints: tuple[Constraint, ...] = ()
     token_ids: array = field(init=False)  # i32[prompt + output]
     logprobs: list[float] = field(init=False, default_factory=list)
     candidates: Candidates | None = field(init=False, default=None)

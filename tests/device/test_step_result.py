@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.device.step import finite_slices, sample_rows, sampling_rows
+from jaxserve.device.row_programs import RawLogits, Sampled, head, sample_rows, sampling_rows
+from jaxserve.device.row_sampler import RowOutputs
+from jaxserve.device.step import finite_slices
 from jaxserve.device.step_result import sampled_tokens
 from jaxserve.weights.loader import load_params, open_checkpoint
 from tests import numpy_llama
@@ -104,12 +106,18 @@ def test_logits_that_are_not_finite_mark_their_row_alone(options, bad):
             },
         )
     )
-    run = jax.jit(functools.partial(sample_rows, model, {}))  # type: ignore[arg-type]
-    plain = run(logits, rows)
-    assert plain.finite.tolist() == [True] * 4
+    run_head = jax.jit(functools.partial(head, model, 4, 30, {}))  # type: ignore[arg-type]
+    run_sample = jax.jit(functools.partial(sample_rows, 4))
+
+    def run(logits) -> tuple[RawLogits, Sampled]:
+        raw = run_head(logits)
+        return raw, run_sample(raw.logits, raw.logits, rows)
+
+    plain_raw, plain = run(logits)
+    assert plain_raw.finite.tolist() == [True] * 4
     logits[2, :: 1 if bad == "all NaN" else 7] = np.nan if bad == "all NaN" else bad
-    found = run(logits, rows)
-    assert found.finite.tolist() == [True, True, False, True]
+    raw, found = run(logits)
+    assert raw.finite.tolist() == [True, True, False, True]
     assert 0 <= int(found.token_ids[2]) < 30
     for name in ("token_ids", "logprobs"):
         one, other = (np.delete(np.asarray(getattr(x, name)), 2) for x in (plain, found))
@@ -122,12 +130,12 @@ def test_a_row_belongs_to_the_slice_that_holds_its_token():
     rows = np.array([3, 9, 5, 0], np.int32), np.zeros(4, np.float32)
     for bad, slice_at_fault in ((0, 0), (1, 2), (2, 3)):
         row_finite = np.arange(4) != bad
-        found = sampled_tokens(batch, np.ones(4, bool), (*rows, row_finite), None)
+        found = sampled_tokens(batch, np.ones(4, bool), RowOutputs((*rows, row_finite), None))
         assert found.finite.tolist() == [i != slice_at_fault for i in range(4)]
         assert found.token_ids.tolist() == [[3], [9], [5]]
         assert found.num_tokens.tolist() == [1, 1, 1]
     hidden_finite = np.array([True, False, True, True])
-    found = sampled_tokens(batch, hidden_finite, (*rows, np.arange(4) < 3), None)
+    found = sampled_tokens(batch, hidden_finite, RowOutputs((*rows, np.arange(4) < 3), None))
     assert found.finite.tolist() == hidden_finite.tolist()  # row 3 is padding
 
 
