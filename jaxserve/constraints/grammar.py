@@ -135,13 +135,21 @@ class GrammarConstraint:
         matcher: of its own, at the beginning.
         end_ids: the end set.
         sampled: u32[N], the ids that may be sampled at all; these fit into the masks to come.
+        prefix: tokens that stand before the output and belong to the text.
     """
 
-    def __init__(self, matcher: LLMatcher, end_ids: Sequence[int], sampled: np.ndarray) -> None:
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        end_ids: Sequence[int],
+        sampled: np.ndarray,
+        prefix: Sequence[int] = (),
+    ) -> None:
         self._matcher = matcher
         self._end_ids = end_ids
         self._sampled = sampled
-        self._consumed: list[int] = []
+        self._prefix = list(prefix)
+        self._consumed: list[int] = []  # by the matcher
 
     def needs_mask(self, num_output_tokens: int) -> bool:
         """Always."""
@@ -158,7 +166,7 @@ class GrammarConstraint:
             ConstraintError: these tokens are no beginning of the grammar's texts, no token can go on
                 from them, or the next mask costs more than is allowed. The mask means nothing then.
         """
-        if self._advance(list(output_token_ids)):
+        if self._advance([*self._prefix, *output_token_ids]):
             allow_only(mask, self._end_ids)
             return
         words = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
@@ -173,6 +181,19 @@ class GrammarConstraint:
                 mask[token_id // BITS] |= np.uint32(1 << token_id % BITS)
         if not mask.any():
             raise ConstraintError(f"{NAME}: no token of the vocabulary can go on with the text")
+
+    def branch(self, output_token_ids: Sequence[int]) -> "GrammarConstraint":
+        """See `Grammar`."""
+        prefix = [*self._prefix, *output_token_ids]
+        other = GrammarConstraint(
+            self._matcher.deep_copy(), self._end_ids, self._sampled, prefix=prefix
+        )
+        other._consumed = self._consumed.copy()
+        try:
+            other._advance(prefix)
+        except ConstraintError as error:
+            raise InvalidRequestError(error.message, param="append_token_ids") from error
+        return other
 
     def _advance(self, tokens: list[int]) -> bool:
         """Takes the matcher to where these tokens lead; whether they have reached an end token."""
