@@ -8,7 +8,6 @@ in the same place. The steps themselves stand in `step_loop`, what a request mak
 `jaxserve.groups`.
 """
 
-import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -16,10 +15,9 @@ from collections.abc import Sequence as Several
 
 from jaxserve.errors import ConfigError, InvalidRequestError, shown
 from jaxserve.executor import Executor
-from jaxserve.field_checks import plain, require, require_within
+from jaxserve.groups.branch import branch_grammar, branch_request
 from jaxserve.groups.group import Group
 from jaxserve.groups.limits import Limits
-from jaxserve.groups.branch import branch_grammar, branch_request
 from jaxserve.groups.make import Grammars, Watchers, make_group
 from jaxserve.groups.outbox import Outbox, count_tokens
 from jaxserve.request import Request, RequestOutput, as_token_ids
@@ -73,6 +71,7 @@ class Engine:
             observers=self.observers,
             clock=clock,
             async_scheduling=async_scheduling,
+            vocab_size=vocab_size,
         )
         self._seed = seed
         self._groups: dict[str, Group] = {}
@@ -84,9 +83,7 @@ class Engine:
         self._num_prompt_tokens = 0
         self._num_output_tokens = 0
 
-    def add(
-        self, request: Request, watcher: Watchers = None, grammar: Grammars = None
-    ) -> None:
+    def add(self, request: Request, watcher: Watchers = None, grammar: Grammars = None) -> None:
         """Queues a request.
 
         Args:
@@ -130,7 +127,8 @@ class Engine:
             num_tokens: how many of its tokens, prompt included, the new prompt begins with; None =
                 all so far (of one that has ended: all that were released).
             append_token_ids: what follows them in the new prompt.
-            sampling_params: None = the other's, but for n (1) and the seed (one of its own).
+            sampling_params: None = the other's, but for n (1), the seed (one of its own) and
+                prompt_logprobs (none).
             watcher, grammar: as in `add`. With the other's sampling_params it goes on with the other's
                 grammar, from where it branches off.
             hold: as in `Request`.

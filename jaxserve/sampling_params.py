@@ -239,7 +239,7 @@ class SamplingParams:
     @property
     def num_top_logprobs(self) -> int:
         """How many of the likeliest tokens are returned per output token; 0 = none."""
-        return 0 if self.logprobs is None or isinstance(self.logprobs, bool) else self.logprobs
+        return _num_top(self.logprobs)
 
     @property
     def bias_pairs(self) -> tuple[tuple[int, float], ...]:
@@ -254,6 +254,10 @@ class SamplingParams:
             or self.frequency_penalty != 0
             or self.repetition_penalty != 1
         )
+
+
+def _num_top(logprobs: int | bool | None) -> int:
+    return 0 if logprobs is None or isinstance(logprobs, bool) else logprobs
 
 
 def _checked_bias(value: object) -> tuple[tuple[int, float], ...] | None:
@@ -345,6 +349,11 @@ class BeamParams:
         params = self.as_sampling_params()
         require(params.max_tokens != 0, "max_tokens", self.max_tokens, "an integer >= 1")
         object.__setattr__(self, "stop_token_ids", params.stop_token_ids)
+
+    @property
+    def num_top_logprobs(self) -> int:
+        """How many of the likeliest tokens are returned per output token; 0 = none."""
+        return _num_top(self.logprobs)
 
     def as_sampling_params(self) -> SamplingParams:
         """What beam search shares with sampling, checked."""

@@ -84,7 +84,9 @@ def test_depth_and_size_of_a_schema_are_bounded():
     refused("structured_outputs.json", f"{most} or fewer", json=nested(most + 1))
     deep = '{"items":' * 100_000 + "{}" + "}" * 100_000
     refused("structured_outputs.json", "262144 bytes or fewer", json=deep)
-    refused("structured_outputs.json", "is not JSON|inside each other", json=deep[899_900:1_000_102])
+    refused(
+        "structured_outputs.json", "is not JSON|inside each other", json=deep[899_900:1_000_102]
+    )
     title = "x" * limits.MAX_SCHEMA_BYTES
     refused("structured_outputs.json", "bytes or fewer", json={"title": title})
     loop: dict = {}
@@ -96,7 +98,10 @@ def test_a_mapping_has_the_names_of_the_fields():
     one = StructuredOutputs.from_value({"choice": ["a"]})
     assert one == StructuredOutputs(choice=("a",))
     assert StructuredOutputs.from_value(one) is one
-    for value, match in (("regex", "an object with one of"), ({"reggex": "a"}, "no field 'reggex'")):
+    for value, match in (
+        ("regex", "an object with one of"),
+        ({"reggex": "a"}, "no field 'reggex'"),
+    ):
         with pytest.raises(InvalidRequestError, match=match) as caught:
             StructuredOutputs.from_value(value)
         assert caught.value.param == "structured_outputs"

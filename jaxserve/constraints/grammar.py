@@ -118,9 +118,7 @@ class GrammarCompiler:
             )
         if self._tokenizer is None:
             try:
-                self._tokenizer = LLTokenizer(
-                    self._tokenizer_json, eos_token=list(self._end_ids)
-                )
+                self._tokenizer = LLTokenizer(self._tokenizer_json, eos_token=list(self._end_ids))
             except ValueError as error:
                 raise InvalidRequestError(
                     f"{NAME} cannot be served with this checkpoint's tokenizer: {error}", param=NAME

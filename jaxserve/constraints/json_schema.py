@@ -93,7 +93,9 @@ class _Walk:
         if not isinstance(node, dict):
             raise _refuse(where, f"a schema must be an object or a boolean, got {shown(node)}")
         if depth > MAX_REF_DEPTH:
-            raise _refuse(where, f"more than {MAX_REF_DEPTH} schemas inside each other, by $ref too")
+            raise _refuse(
+                where, f"more than {MAX_REF_DEPTH} schemas inside each other, by $ref too"
+            )
         self._seen.add(id(node))
         if node.get("uniqueItems") is False:
             del node["uniqueItems"]
@@ -138,7 +140,8 @@ class _Walk:
         """What a reference inside the document points at."""
         if not isinstance(ref, str) or (ref != "#" and not ref.startswith("#/")):
             raise _refuse(
-                where, f'$ref must be "#" or begin with "#/" (no remote or named ones), got {shown(ref)}'
+                where,
+                f'$ref must be "#" or begin with "#/" (no remote or named ones), got {shown(ref)}',
             )
         node: Any = self._root
         for part in ref.split("/")[1:]:

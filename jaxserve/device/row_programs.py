@@ -1,10 +1,14 @@
 """The programs of a step's logit rows; what each does to a row stands in `sample.processors`.
 
     head        (R)   the first R hidden rows -> raw logits; which rows are finite
+    process     (R)   raw logits -> processed ones: penalties, logit_bias, masks
     sample      (R)   raw and processed logits -> one token each
-    candidates  (R)   the same -> the likeliest tokens; only where a batch wants them
+    count       (R)   the tokens -> the count table that penalties read
+    candidates  (R)   raw and processed logits -> the likeliest tokens; only where a batch wants them
+    load_counts       the history of a sequence -> the count table
 
-Processed logits are the raw ones, the same array, where no row of the batch asks for more.
+Processed logits are the raw ones, the same array, and `process` and `count` are not called, where no
+row of the batch asks for more.
 """
 
 from typing import NamedTuple
@@ -14,9 +18,15 @@ import jax.numpy as jnp
 
 from jaxserve.model.registry import ModelFunctions, Params
 from jaxserve.sample.logprobs import chosen_logprobs, top_logprobs
-from jaxserve.sample.processors import SamplingRows, reported, without_padding
+from jaxserve.sample.processors import (
+    BiasRows,
+    PenaltyRows,
+    SamplingRows,
+    reported,
+    without_padding,
+)
 from jaxserve.sample.sampler import sample
-from jaxserve.schedule.batch import DeviceBatch
+from jaxserve.schedule.batch import DeviceBatch, LogitBias, Penalties
 
 
 def sampling_rows(batch: DeviceBatch) -> SamplingRows:
@@ -30,6 +40,16 @@ def sampling_rows(batch: DeviceBatch) -> SamplingRows:
         output_positions=batch.output_positions,  # type: ignore[arg-type]
         reports_processed=batch.reports_processed,  # type: ignore[arg-type]
     )
+
+
+def penalty_rows(penalties: Penalties) -> PenaltyRows:
+    """The arrays, untouched, in the shape that `process` takes."""
+    return PenaltyRows(*penalties)  # type: ignore[arg-type]
+
+
+def bias_rows(bias: LogitBias) -> BiasRows:
+    """The arrays, untouched, in the shape that `process` takes."""
+    return BiasRows(*bias)  # type: ignore[arg-type]
 
 
 class RawLogits(NamedTuple):

@@ -6,26 +6,33 @@ a step takes. Invariant: shapes only, nothing here is on a device.
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxserve.config import KV_CACHE_DTYPES
 from jaxserve.device.programs import Lowering, Program, ProgramTable, lower_traced
 from jaxserve.device.row_programs import (
     RawLogits,
     Sampled,
+    bias_rows,
     candidates,
     head,
+    penalty_rows,
     sample_rows,
     sampling_rows,
 )
 from jaxserve.device.step import embed_tokens, forward_inputs, select
 from jaxserve.model.kv_scales import KVScales
 from jaxserve.model.registry import ModelFunctions
-from jaxserve.schedule.batch import MAX_CANDIDATES, DeviceBatch
+from jaxserve.sample.processors import BiasRows, PenaltyRows, add_sampled, load_counts, process
+from jaxserve.schedule.batch import MAX_CANDIDATES, DeviceBatch, LogitBias, Penalties
 from jaxserve.schedule.buckets import Bucket, Buckets
 from pallas_kernels.ragged_paged_attention.layout import KVPages, is_8bit
+
+COUNT_PIECE = 1024  # tokens of a history that one call puts into the count table
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,6 +99,21 @@ class StepShapes:
         """What the logit rows of a step sampled, i32[S], as a shape only."""
         return jax.ShapeDtypeStruct((self.buckets.max_num_seqs,), jnp.int32)
 
+    @property
+    def abstract_counts(self) -> jax.ShapeDtypeStruct:
+        """How often the sequences with penalties have said each token, i32[S, V], as a shape only."""
+        shape = (self.buckets.max_num_seqs, self.model.config.vocab_size)
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    def no_options(self, num_rows: int) -> tuple[PenaltyRows, BiasRows, np.ndarray]:
+        """(penalties, logit_bias, masks u32[R, W]) of rows that ask for none of them."""
+        num_words = -(-self.model.config.vocab_size // 32)
+        return (
+            penalty_rows(Penalties.off(num_rows, self.buckets.max_num_seqs)),
+            bias_rows(LogitBias.off(num_rows)),
+            np.full((num_rows, num_words), 0xFFFFFFFF, np.uint32),
+        )
+
     def abstract_pages(self) -> list[KVPages]:
         """The pages of every layer as shapes only."""
         config = self.model.config
@@ -122,6 +144,7 @@ class StepShapes:
         return [
             *(program for t in tokens for program in self.token_programs(t)),
             *(program for r in rows for program in self.row_programs(r)),
+            self.count_program(),
         ]
 
     def token_programs(self, num_tokens: int) -> list[Program]:
@@ -162,10 +185,12 @@ class StepShapes:
 
     def row_programs(self, num_rows: int) -> list[Program]:
         """The programs of one rung of R."""
-        hidden_shape = (self.buckets.max_num_seqs, self.model.config.hidden_size)
+        max_num_seqs = self.buckets.max_num_seqs
+        hidden_shape = (max_num_seqs, self.model.config.hidden_size)
         hidden = jax.ShapeDtypeStruct(hidden_shape, self.dtype)
         logits = jax.ShapeDtypeStruct((num_rows, self.model.config.vocab_size), jnp.float32)
         rows = sampling_rows(self.padding(Bucket(1, num_rows)))
+        ids = jax.ShapeDtypeStruct((num_rows,), jnp.int32)
         return [
             Program(
                 key=("head", num_rows),
@@ -174,10 +199,21 @@ class StepShapes:
                 returns=(RawLogits,),
             ),
             Program(
+                key=("process", num_rows),
+                function=process,
+                arguments=(logits, self.abstract_counts, *self.no_options(num_rows)),
+            ),
+            Program(
                 key=("sample", num_rows),
-                function=functools.partial(sample_rows, self.buckets.max_num_seqs),
+                function=functools.partial(sample_rows, max_num_seqs),
                 arguments=(logits, logits, rows),
                 returns=(Sampled,),
+            ),
+            Program(
+                key=("count", num_rows),
+                function=add_sampled,
+                arguments=(self.abstract_counts, ids, ids),
+                donated=(0,),
             ),
             Program(
                 key=("candidates", num_rows),
@@ -185,6 +221,23 @@ class StepShapes:
                 arguments=(logits, logits, rows),
             ),
         ]
+
+    def count_program(self) -> Program:
+        """Puts histories into the count table, COUNT_PIECE tokens at a time."""
+        ids = jax.ShapeDtypeStruct((COUNT_PIECE,), jnp.int32)
+        slot, starts_over = np.zeros((), np.int32), np.zeros((), np.bool_)
+        return Program(
+            key=("load_counts", COUNT_PIECE),
+            function=load_counts,
+            arguments=(self.abstract_counts, slot, starts_over, ids, ids),
+            donated=(0,),
+        )
+
+
+def count_table_bytes(shapes: StepShapes) -> int:
+    """Device memory, in bytes, of the table that penalties read."""
+    table = shapes.abstract_counts
+    return math.prod(table.shape) * table.dtype.itemsize
 
 
 def largest_step_bytes(shapes: StepShapes, lower: Lowering = lower_traced) -> int:

@@ -44,7 +44,9 @@ def branch_request(
     request = Request(
         id=new_id,
         prompt_token_ids=[*known[:num_shared], *append_token_ids],
-        sampling_params=dataclasses.replace(old.sampling_params, seed=None, n=1)
+        sampling_params=dataclasses.replace(
+            old.sampling_params, seed=None, n=1, prompt_logprobs=None
+        )
         if sampling_params is None
         else sampling_params,
         priority=old.priority,

@@ -82,12 +82,13 @@ class Choice:
         begin = self.progress.num_released
         end = begin + sum(one.num_tokens for one in seen)
         first = seq.num_prompt_tokens
-        wants_logprobs = seq.request.sampling_params.wants_logprobs
+        params = seq.request.sampling_params
         return CompletionOutput(
             index=self.index,
             text="".join(one.text for one in seen),
             token_ids=seq.token_ids[first + begin : first + end].tolist(),
-            logprobs=seq.logprobs[begin:end] if wants_logprobs else None,
+            logprobs=seq.logprobs[begin:end] if params.wants_logprobs else None,
+            top_logprobs=seq.top_logprobs[begin:end] if seq.num_top_logprobs else None,
             finish_reason=reason,
             stop_reason=stop_reason,
         )
@@ -135,7 +136,7 @@ class ChoiceGroup(Group):
         return [c.seq for c in self.choices if c.progress.finish_reason in HELD_AFTER]
 
     def start(self, parent: Sequence | None, num_tokens: int) -> None:
-        if self.first.max_tokens == 0:
+        if self.first.max_tokens == 0:  # and nothing is to be scored either
             for choice in self.choices:
                 choice.progress = Progress(finish_reason="length")
             self.outbox.ready[self] = (
@@ -149,6 +150,9 @@ class ChoiceGroup(Group):
 
     def advance(self, seqs: Several[Sequence]) -> None:
         for seq in seqs:
+            if self.request.sampling_params.max_tokens == 0:
+                self._end_unshown()
+                continue
             if not self.has_spread:
                 self._spread(seq)
             self._take_tokens(self.choices[seq.order[1]])
@@ -160,18 +164,31 @@ class ChoiceGroup(Group):
         before = choice.progress
         count = before.num_observed + 1
         if len(seq.logprobs) != count or count >= seq.max_tokens:
-            return False
+            return False  # always so where no tokens were asked for
         token_id = seq.token_ids[len(seq.prompt_token_ids) + before.num_observed]
         if token_id in seq.stop_ids:
             return False
         logprobs = seq.logprobs[-1:] if self.wants_logprobs else None
         output = CompletionOutput(
-            index=choice.index, text="", token_ids=[token_id], logprobs=logprobs
+            index=choice.index,
+            text="",
+            token_ids=[token_id],
+            logprobs=logprobs,
+            top_logprobs=seq.top_logprobs[-1:] if seq.num_top_logprobs else None,
         )
         news, progress = (self, (output,)), Progress(count, before.num_released + 1, None)
         # Two stores and no call in one statement: no interrupt can come between them.
         self.outbox.ready[choice], choice.progress = news, progress
         return True
+
+    def _end_unshown(self) -> None:
+        """Ends a request for no tokens: its prompt was computed and scored, what was sampled behind it
+        is nobody's.
+        """
+        going_on = self._going_on()
+        for choice in going_on:
+            self._commit(choice, choice.completion([], "length", None), num_observed=0)
+        self.scheduler.finish(going_on[0].seq)
 
     def _spread(self, leader: Sequence) -> None:
         """Gives the other choices what was computed of the prompt."""

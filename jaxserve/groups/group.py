@@ -117,4 +117,5 @@ class Group(ABC):
             num_prompt_tokens=len(first.prompt_token_ids),
             num_cached_tokens=first.num_cached_tokens,
             finished=finished,
+            prompt_logprobs=None if first.scores is None else first.scores.result(),
         )

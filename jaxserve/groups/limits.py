@@ -5,6 +5,7 @@ from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
 from jaxserve.errors import InvalidRequestError, shown
+from jaxserve.field_checks import require_within
 from jaxserve.request import Request
 from jaxserve.sampling_params import SamplingParams
 
@@ -32,9 +33,11 @@ class Limits:
 
         Raises:
             InvalidRequestError: an id outside the vocabulary, in the prompt or in a field of the sampling
-                params; no room for the prompt.
+                params; a prompt_logprobs_start outside the prompt; no room for the prompt.
         """
         self._check_ids("prompt", prompt)
+        start = request.prompt_logprobs_start
+        require_within("prompt_logprobs_start", start, 0, len(prompt) - 1)
         self._check_params(request.sampling_params)
         asked = request.sampling_params.max_tokens
         least = 0 if asked == 0 else 1
@@ -46,8 +49,8 @@ class Limits:
                 param="prompt",
                 code="context_length_exceeded",
             )
-        if asked == 0:
-            return 0
+        if asked == 0 and request.sampling_params.prompt_logprobs is None:
+            return 0  # nothing is computed
         # The last token sampled is never computed, so it needs no slot.
         pool_room = self.num_slots - len(prompt) + 1
         if pool_room < 1:

@@ -14,6 +14,7 @@ from jaxserve.groups.outbox import Outbox
 from jaxserve.request import Request
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.schedule.scheduler import Scheduler
+from jaxserve.schedule.scoring import PromptScores
 from jaxserve.schedule.sequence import Sequence
 from jaxserve.seeds import choice_seed, derive_seed
 from jaxserve.text.watcher import TokenWatcher
@@ -60,6 +61,15 @@ def make_group(
     stop_ids = own_stops if params.ignore_eos else own_stops | eos_token_ids
     seed = derive_seed(engine_seed, arrival) if params.seed is None else params.seed % 2**64
     grammars = one_grammar_per_choice(grammar, request)
+    scores = None
+    if params.prompt_logprobs is not None:
+        scores = PromptScores(
+            num_tokens=len(prompt),
+            start=request.prompt_logprobs_start,
+            num_top=params.prompt_logprobs,
+        )
+        # Who asks for no tokens still has its prompt computed: what is sampled then is not shown.
+        max_tokens = max(1, max_tokens)
     seqs = [
         Sequence(
             request=request,
@@ -71,6 +81,8 @@ def make_group(
             page_table=scheduler.kv.new_table(),
             wants_candidates=beam is not None,
             constraints=constraints_of(params, stop_ids, grammars[index]),
+            num_top_logprobs=0 if beam is not None else params.num_top_logprobs,
+            scores=scores,
         )
         for index in range(params.n)
     ]

@@ -19,6 +19,7 @@ token whose logit is finite.
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
@@ -50,6 +51,108 @@ def without_padding(logits: Float[Array, "R V"], num_token_ids: int) -> Float[Ar
     if num_token_ids >= vocab_size:
         return logits
     return jnp.where(jnp.arange(vocab_size)[None, :] < num_token_ids, logits, NEVER)
+
+
+class PenaltyRows(NamedTuple):
+    """Penalties of each row; at their defaults they change nothing."""
+
+    slots: Int[Array, " R"]  # row of the count table; S = none
+    repetition: Float[Array, " R"]  # 1 = off
+    frequency: Float[Array, " R"]  # 0 = off
+    presence: Float[Array, " R"]  # 0 = off
+
+
+class BiasRows(NamedTuple):
+    """What is added to some logits of each row, each token at most once; padded with (0, 0)."""
+
+    token_ids: Int[Array, "R B"]
+    values: Float[Array, "R B"]
+
+
+def process(
+    logits: Float[Array, "R V"],
+    counts: Int[Array, "S V"],
+    penalties: PenaltyRows,
+    bias: BiasRows,
+    masks: UInt32[Array, "R W"],
+) -> Float[Array, "R V"]:
+    """Penalties, logit_bias and masks, in this order.
+
+    Args:
+        logits: f32[R, V], raw.
+        counts: i32[S, V]: twice how often the sequence in a slot has sampled a token, and 1 more if
+            its prompt has it.
+        penalties, bias: of each row.
+        masks: u32[R, W], W = ceil(V / 32): bit i % 32 of word i // 32 is set where the row may sample
+            token i.
+    """
+    logits = penalised(logits, counts.at[penalties.slots].get(mode="clip"), penalties)
+    logits = jax.lax.cond(
+        jnp.any(bias.values != 0), _biased, lambda logits, _: logits, logits, bias
+    )
+    return jnp.where(allowed(masks, logits.shape[1]), logits, NEVER)
+
+
+def penalised(
+    logits: Float[Array, "R V"], counts: Int[Array, "R V"], penalties: PenaltyRows
+) -> Float[Array, "R V"]:
+    """Repetition penalty for all tokens of prompt and output, as transformers has it; then frequency
+    and presence penalty for those of the output, as OpenAI has them.
+
+    Args:
+        logits: f32[R, V].
+        counts: i32[R, V], as in `process`.
+        penalties: of each row.
+    """
+    repetition = jnp.where(counts > 0, penalties.repetition[:, None], 1.0)
+    logits = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    num_sampled = counts >> 1
+    logits = logits - num_sampled.astype(jnp.float32) * penalties.frequency[:, None]
+    return logits - jnp.where(num_sampled > 0, penalties.presence[:, None], 0.0)
+
+
+def _biased(logits: Float[Array, "R V"], bias: BiasRows) -> Float[Array, "R V"]:
+    rows = jnp.arange(len(logits))[:, None]
+    return logits.at[rows, bias.token_ids].add(bias.values)
+
+
+def allowed(masks: UInt32[Array, "R W"], vocab_size: int) -> Bool[Array, "R V"]:
+    """The bits of masks, one per token."""
+    bits = masks[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None, :]
+    return ((bits & 1) == 1).reshape(len(masks), -1)[:, :vocab_size]
+
+
+def add_sampled(
+    counts: Int[Array, "S V"], slots: Int[Array, " R"], token_ids: Int[Array, " R"]
+) -> Int[Array, "S V"]:
+    """The count table with one more token of each row; slot S stands for none.
+
+    Args:
+        counts: i32[S, V].
+        slots: i32[R], distinct but for S.
+        token_ids: i32[R].
+    """
+    return counts.at[slots, token_ids].add(2, mode="drop")
+
+
+def load_counts(
+    counts: Int[Array, "S V"],
+    slot: Int[Array, ""],
+    starts_over: Bool[Array, ""],
+    token_ids: Int[Array, " N"],
+    amounts: Int[Array, " N"],
+) -> Int[Array, "S V"]:
+    """The count table with a history, or a piece of one, in a slot.
+
+    Args:
+        counts: i32[S, V].
+        slot: i32[].
+        starts_over: bool[], forget what the slot held.
+        token_ids, amounts: i32[N], added; padded with (0, 0).
+    """
+    row = jax.lax.dynamic_index_in_dim(counts, slot, keepdims=False)
+    row = jnp.where(starts_over, 0, row).at[token_ids].add(amounts)
+    return jax.lax.dynamic_update_index_in_dim(counts, row, slot, 0)
 
 
 def drawn_from(logits: Float[Array, "R V"], rows: SamplingRows) -> Float[Array, "R V"]:

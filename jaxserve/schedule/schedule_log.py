@@ -268,7 +268,7 @@ def outcomes(plan: StepPlan, sampled: SampledTokens) -> list[list[int] | None]:
             found.append([])
         elif one.seq.wants_candidates:
             assert sampled.candidate_ids is not None
-            found.append(sampled.candidate_ids[row].tolist())
+            found.append(sampled.candidate_ids[row, 0].tolist())
         else:
             found.append(sampled.token_ids[row, : sampled.num_tokens[row]].tolist())
         row += one.num_samples

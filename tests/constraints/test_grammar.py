@@ -40,10 +40,9 @@ def texts(token_ids: list[int]) -> set[str]:
 def accepts(one: GrammarConstraint, text: str) -> bool:
     """Whether every token of a text is allowed in turn, and then the end."""
     tokens = ids(text)
-    for index, token in enumerate([*tokens, END]):
-        if token not in allowed_ids(one, tokens[:index], V):
-            return False
-    return True
+    return all(
+        token in allowed_ids(one, tokens[:index], V) for index, token in enumerate([*tokens, END])
+    )
 
 
 def refused(match: str, param: str, **wanted: object) -> None:
@@ -141,7 +140,21 @@ def test_each_kind_accepts_its_texts_and_no_others(wanted, yes, no):
     assert [text for text in no if accepts(one, text)] == []
 
 
-AWKWARD = ['"q"', "\\b", "a\nb", "\t", "é😀", "\u2028", " x ", "\x00", "\x7f", "/", "\x1e", "%", "<|im_end|>"]
+AWKWARD = [
+    '"q"',
+    "\\b",
+    "a\nb",
+    "\t",
+    "é😀",
+    "\u2028",
+    " x ",
+    "\x00",
+    "\x7f",
+    "/",
+    "\x1e",
+    "%",
+    "<|im_end|>",
+]
 
 
 def test_a_choice_is_any_text():
@@ -213,7 +226,7 @@ def test_a_constraint_goes_back_where_the_tokens_do(seed, cuts):
 
 def test_a_token_outside_the_grammar_is_an_error_of_this_request_alone():
     one = constraint(choice=["he"])
-    with pytest.raises(ConstraintError, match="token .* after 1 others leaves the grammar"):
+    with pytest.raises(ConstraintError, match=r"token \d+ after 1 others leaves the grammar"):
         allowed_ids(one, ids("hh"), V)
     assert texts(allowed_ids(one, ids("h"), V)) == {"e"}
 
@@ -265,7 +278,9 @@ def test_what_cannot_be_served_is_refused_by_its_field(match, wanted):
 
 
 def patterns(number: int) -> dict:
-    return {"allOf": [{"type": "string", "pattern": f"a{{{i}}}b.*c{{{i}}}"} for i in range(1, number)]}
+    return {
+        "allOf": [{"type": "string", "pattern": f"a{{{i}}}b.*c{{{i}}}"} for i in range(1, number)]
+    }
 
 
 def test_a_grammar_that_takes_too_long_is_refused():
@@ -322,4 +337,6 @@ def test_a_tokenizer_with_byte_fallback():
     assert {name(i) for i in allowed_ids(one, [], size)} == {"a", "ab", "<0x61>"}
     said = [tokenizer.token_to_id(token) for token in ("ab", "▁", "<0xC3>")]
     assert {name(i) for i in allowed_ids(one, said, size)} == {"<0xA9>"}
-    assert {name(i) for i in allowed_ids(one, [*said[:2], tokenizer.token_to_id("é")], size)} == {"</s>"}
+    assert {name(i) for i in allowed_ids(one, [*said[:2], tokenizer.token_to_id("é")], size)} == {
+        "</s>"
+    }

@@ -25,7 +25,10 @@ PERSON = {
         "age": {"type": "integer", "minimum": 0, "maximum": 150},
         "id": {"type": "string", "pattern": "^[A-Z]{2}-\\d{4}$"},
         "born": {"type": "string", "format": "date"},
-        "nickname": {"anyOf": [{"type": "string", "maxLength": 5}, {"type": "null"}], "default": None},
+        "nickname": {
+            "anyOf": [{"type": "string", "maxLength": 5}, {"type": "null"}],
+            "default": None,
+        },
     },
     "required": ["name", "age", "id", "born"],
     "additionalProperties": False,
@@ -97,7 +100,10 @@ SCHEMAS = {
             },
             {
                 "type": "object",
-                "properties": {"kind": {"const": "square"}, "side": {"exclusiveMinimum": 0.5, "type": "number"}},
+                "properties": {
+                    "kind": {"const": "square"},
+                    "side": {"exclusiveMinimum": 0.5, "type": "number"},
+                },
                 "required": ["kind", "side"],
                 "additionalProperties": False,
             },
@@ -118,7 +124,11 @@ SCHEMAS = {
     },
     "parts together": {
         "allOf": [
-            {"type": "object", "properties": {"a": {"type": "string", "maxLength": 6}}, "required": ["a"]},
+            {
+                "type": "object",
+                "properties": {"a": {"type": "string", "maxLength": 6}},
+                "required": ["a"],
+            },
             {"properties": {"a": {"pattern": "^[a-f]+$"}, "b": {"type": ["integer", "null"]}}},
         ],
         "additionalProperties": False,
@@ -138,7 +148,10 @@ SCHEMAS = {
         "properties": {
             "pair": {
                 "type": "array",
-                "items": [{"type": "string", "pattern": "b|^a.c$", "maxLength": 5}, {"type": "null"}],
+                "items": [
+                    {"type": "string", "pattern": "b|^a.c$", "maxLength": 5},
+                    {"type": "null"},
+                ],
                 "additionalItems": False,
             },
             "when": {"type": "string", "format": "date-time"},
@@ -207,7 +220,13 @@ def test_samples_of_a_real_tokenizer(real_model_directory: Path):
 
 @pytest.mark.parametrize(
     ("text", "ok"),
-    [('{"a": [1, "x  ,\n"]}', True), ('{"a":  1}', False), ("[1 ,2]", False), ("[1, ]", False), ("[1\n]", False)],
+    [
+        ('{"a": [1, "x  ,\n"]}', True),
+        ('{"a":  1}', False),
+        ("[1 ,2]", False),
+        ("[1, ]", False),
+        ("[1\n]", False),
+    ],
 )
 def test_is_canonical_finds_whitespace(text, ok):
     assert is_canonical(text) is ok
