@@ -32,9 +32,9 @@ MAX_PENALTY = 2.0  # of presence and frequency, either sign
 MAX_REPETITION_PENALTY = 10.0
 MAX_BIAS = 100.0
 MAX_LOGIT_BIAS = 1024  # entries
-MAX_BAD_WORDS = 1024
-MAX_BAD_WORD_TOKENS = 64
-MAX_BAD_WORD_LENGTH = 1024  # characters
+MAX_BAD_WORDS = 3072  # lists of ids; a text stands for up to three
+MAX_BAD_WORD_TOKENS = 2048
+MAX_BAD_WORD_LENGTH = 256  # characters
 MAX_ALLOWED_TOKEN_IDS = 2**20
 MAX_BEAM_WIDTH = 32
 MAX_LENGTH_PENALTY = 10.0
@@ -216,6 +216,9 @@ class SamplingParams:
         words = checked_list(
             "bad_words", words, what="a list of texts or lists of token ids", most=MAX_BAD_WORDS
         )
+        num_lists = sum(3 if isinstance(word, str) else 1 for word in words)
+        limit = f"{MAX_BAD_WORDS} lists of token ids or fewer, where a text counts as three"
+        require(num_lists <= MAX_BAD_WORDS, "bad_words", words, limit)
         object.__setattr__(self, "bad_words", tuple(_checked_bad_word(word) for word in words))
         if self.allowed_token_ids is not None:
             name = "allowed_token_ids"

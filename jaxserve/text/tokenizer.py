@@ -108,6 +108,11 @@ class Tokenizer:
         """Number of tokens, added ones included; a model's vocabulary may be padded beyond it."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
+    @property
+    def num_ids(self) -> int:
+        """One more than the largest id; more than `vocab_size` where ids are left out."""
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
     def to_json(self) -> str:
         """The text of a tokenizer.json that holds every added token."""
         return self._tokenizer.to_str()
@@ -159,21 +164,31 @@ class Tokenizer:
         return text
 
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """The chat template's text for a conversation; see `ChatTemplate.render`."""
-        return self._template.render(messages, add_generation_prompt=add_generation_prompt)
+        return self._template.render(
+            messages, add_generation_prompt=add_generation_prompt, tools=tools
+        )
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
         """Token ids of a rendered conversation. A template writes its own BOS, so none is added.
 
         Raises:
-            InvalidRequestError: the messages are malformed or the template refused them; param
-                "messages".
+            InvalidRequestError: the messages or the tools are malformed or the template refused them;
+                param "messages" or "tools".
         """
-        text = self.render_chat(messages, add_generation_prompt)
+        text = self.render_chat(messages, add_generation_prompt, tools=tools)
         return self._encode(text, add_special_tokens=False, param="messages")
 
     def detokenizer(self, *, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
