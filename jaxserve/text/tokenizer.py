@@ -108,11 +108,6 @@ class Tokenizer:
         """Number of tokens, added ones included; a model's vocabulary may be padded beyond it."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
-    @property
-    def num_ids(self) -> int:
-        """One more than the largest id; more than `vocab_size` where ids are left out."""
-        return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-
     def to_json(self) -> str:
         """The text of a tokenizer.json that holds every added token."""
         return self._tokenizer.to_str()
