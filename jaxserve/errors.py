@@ -73,4 +73,6 @@ class NonFiniteError(RequestError):
 
 
 class ConstraintError(RequestError):
-    """Nothing that a sequence may say can follow what it has said; only its request ends."""
+    """Nothing can follow what a sequence has said; only its request ends, with `param` as the stop_reason
+    of its finish_reason "error".
+    """

@@ -169,7 +169,7 @@ class GrammarConstraint:
             return
         words = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
         if self._matcher.is_error():
-            raise ConstraintError(f"{NAME}: {_first_line(self._matcher.get_error())}")
+            raise ConstraintError(f"{NAME}: {_first_line(self._matcher.get_error())}", param=NAME)
         size = min(len(words), len(self._sampled))
         mask[:size] &= words[:size] & self._sampled[:size]
         mask[size:] = 0
@@ -178,7 +178,9 @@ class GrammarConstraint:
             for token_id in self._end_ids:
                 mask[token_id // BITS] |= np.uint32(1 << token_id % BITS)
         if not mask.any():
-            raise ConstraintError(f"{NAME}: no token of the vocabulary can go on with the text")
+            raise ConstraintError(
+                f"{NAME}: no token of the vocabulary can go on with the text", param=NAME
+            )
 
     def branch(self, output_token_ids: Sequence[int]) -> "GrammarConstraint":
         """See `Grammar`."""
@@ -205,7 +207,8 @@ class GrammarConstraint:
                 return True
             if not self._matcher.try_consume_tokens([token_id]):
                 raise ConstraintError(
-                    f"{NAME}: token {token_id} after {len(self._consumed)} others leaves the grammar"
+                    f"{NAME}: token {token_id} after {len(self._consumed)} others leaves the grammar",
+                    param=NAME,
                 )
             self._consumed.append(token_id)
         return False
@@ -213,7 +216,7 @@ class GrammarConstraint:
     def _go_back(self, num_tokens: int) -> None:
         """Forgets what was consumed after the first so many tokens."""
         if not self._matcher.rollback(len(self._consumed) - num_tokens):
-            raise ConstraintError(f"{NAME}: {_first_line(self._matcher.get_error())}")
+            raise ConstraintError(f"{NAME}: {_first_line(self._matcher.get_error())}", param=NAME)
         del self._consumed[num_tokens:]
 
 

@@ -205,7 +205,7 @@ class Stuck:
 
     def fill(self, output_token_ids, mask) -> None:
         if len(output_token_ids) >= self.num_tokens:
-            raise ConstraintError("structured_outputs: no way on")
+            raise ConstraintError("no way on", param="structured_outputs")
 
     def branch(self, output_token_ids) -> "Stuck":
         return self
