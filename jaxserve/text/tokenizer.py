@@ -108,6 +108,10 @@ class Tokenizer:
         """Number of tokens, added ones included; a model's vocabulary may be padded beyond it."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
+    def to_json(self) -> str:
+        """The text of a tokenizer.json that holds every added token."""
+        return self._tokenizer.to_str()
+
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """The id of the tokenizer's eos token, as a tuple; empty if it has none. A model may have
