@@ -1,8 +1,7 @@
 """`LLM`: the batch and notebook face. Text or token ids in, `RequestOutput`s out.
 
     llm = LLM("checkpoints/smollm2-135m-instruct")
-    print(llm.generate(["The capital of France is"],
-    SamplingParams(max_tokens=64))[0].outputs[0].text)
+    print(llm.generate("The capital of France is", SamplingParams(max_tokens=64))[0].outputs[0].text)
 
 It owns a tokenizer and an `Engine`; `add` and `step` are the same loop in the open, for callers
 (the CLI) that feed and drain at their own pace.
@@ -286,17 +285,12 @@ class LLM:
         if self._tokenizer is None:
             return output
         skip = params.skip_special_tokens
-        completions = [
-            # As without beams, the token that ended it is no part of the text.
-            replace(
-                one,
-                text=self._tokenizer.decode(
-                    one.token_ids[:-1] if one.finish_reason == "stop" else one.token_ids,
-                    skip_special_tokens=skip,
-                ),
-            )
-            for one in output.outputs
-        ]
+        completions = []
+        for (
+            one
+        ) in output.outputs:  # as without beams, the token that ended it is no part of the text
+            shown_ids = one.token_ids[:-1] if one.finish_reason == "stop" else one.token_ids
+            completions.append(replace(one, text=self.decode(shown_ids, skip_special_tokens=skip)))
         return replace(output, outputs=completions)
 
     def chat(
