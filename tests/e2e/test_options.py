@@ -171,10 +171,11 @@ def test_options_are_the_same_whatever_the_engine_does(monkeypatch, is_async, nu
     llm = shared_llm(page_size=4, **({} if num_pages is None else {"num_pages": num_pages}))
     monkeypatch.setattr(llm.engine._loop, "async_scheduling", is_async)
     monkeypatch.setattr(llm.engine.scheduler, "num_decode_steps", num_steps)
+    expected = alone()
     counter = CompileCounter()
     before = llm.engine.stats().num_preemptions
     order = random.Random(num_steps).sample(range(len(asked())), len(asked()))
-    assert_equal(run_all(llm, order), alone())
+    assert_equal(run_all(llm, order), expected)
     assert (llm.engine.stats().num_preemptions > before) == (num_pages is not None)
     assert counter.count == 0
 
@@ -250,7 +251,9 @@ def test_padded_rows_of_the_vocabulary_are_never_sampled_and_never_counted(tmp_p
     assert all(i < 512 for tops in outputs[1][0].outputs[0].top_logprobs for i, _ in tops)
     for beam in padded.beam_search([[9]], BeamParams(beam_width=3, max_tokens=3, ignore_eos=True)):
         assert all(padding.isdisjoint(one.token_ids) for one in beam.outputs)
-    with pytest.raises(InvalidRequestError, match=r"prompt token ids must be in \[0, 512\), got 512"):
+    with pytest.raises(
+        InvalidRequestError, match=r"prompt token ids must be in \[0, 512\), got 512"
+    ):
         padded.generate([[512]], greedy_with(1))
     plain.generate([[511]], greedy_with(1))  # the control: the last token that there is
 
