@@ -6,6 +6,7 @@ which order, stands in docs/sampling.md.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jaxserve.errors import shown
 from jaxserve.field_checks import (
@@ -20,6 +21,7 @@ from jaxserve.field_checks import (
     require_real_within,
     require_within,
 )
+from jaxserve.structured_outputs import StructuredOutputs
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024  # characters
@@ -30,9 +32,9 @@ MAX_PENALTY = 2.0  # of presence and frequency, either sign
 MAX_REPETITION_PENALTY = 10.0
 MAX_BIAS = 100.0
 MAX_LOGIT_BIAS = 1024  # entries
-MAX_BAD_WORDS = 1024
-MAX_BAD_WORD_TOKENS = 64
-MAX_BAD_WORD_LENGTH = 1024  # characters
+MAX_BAD_WORDS = 3072  # lists of ids; a text stands for up to three
+MAX_BAD_WORD_TOKENS = 2048
+MAX_BAD_WORD_LENGTH = 256  # characters
 MAX_ALLOWED_TOKEN_IDS = 2**20
 MAX_BEAM_WIDTH = 32
 MAX_LENGTH_PENALTY = 10.0
@@ -106,7 +108,8 @@ class SamplingParams:
             model's own logits.
         skip_special_tokens: leave special tokens out of the text.
         echo: the output begins with the prompt, its text and its token ids.
-        structured_outputs: what the text must be: a JSON schema, a regular expression and others.
+        structured_outputs: what the text must be, as `StructuredOutputs` or a mapping of its fields: a
+            JSON schema, a regular expression and others. Not with ignore_eos.
         n: how many outputs (choices) to draw for the prompt, which is computed once; 1 to
             MAX_CHOICES. Choice 0 draws as a request with n = 1 does, choice i from a seed derived
             from (that seed, i). At temperature 0 all of them are equal.
@@ -139,7 +142,7 @@ class SamplingParams:
     processed_logprobs: bool = False
     skip_special_tokens: bool = True
     echo: bool = False
-    structured_outputs: object | None = None
+    structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
     n: int = 1
 
     def __post_init__(self) -> None:
@@ -154,6 +157,7 @@ class SamplingParams:
         self._check_logprobs()
         self._check_stops()
         self._check_token_sets()
+        self._check_structure()
 
     def _check_lengths(self) -> None:
         cap = self.max_tokens
@@ -212,12 +216,23 @@ class SamplingParams:
         words = checked_list(
             "bad_words", words, what="a list of texts or lists of token ids", most=MAX_BAD_WORDS
         )
+        num_lists = sum(3 if isinstance(word, str) else 1 for word in words)
+        limit = f"{MAX_BAD_WORDS} lists of token ids or fewer, where a text counts as three"
+        require(num_lists <= MAX_BAD_WORDS, "bad_words", words, limit)
         object.__setattr__(self, "bad_words", tuple(_checked_bad_word(word) for word in words))
         if self.allowed_token_ids is not None:
             name = "allowed_token_ids"
             ids = checked_token_ids(name, self.allowed_token_ids, most=MAX_ALLOWED_TOKEN_IDS)
             require(len(ids) > 0, name, list(ids), "a list of at least one token id, or null")
             object.__setattr__(self, name, tuple(sorted(set(ids))))
+
+    def _check_structure(self) -> None:
+        if self.structured_outputs is None:
+            return
+        wanted = StructuredOutputs.from_value(self.structured_outputs)
+        object.__setattr__(self, "structured_outputs", wanted)
+        limit = "false where structured_outputs are given: they end with the end set"
+        require(not self.ignore_eos, "ignore_eos", self.ignore_eos, limit)
 
     @property
     def wants_logprobs(self) -> bool:
@@ -299,8 +314,7 @@ class BeamParams:
         early_stopping: when to stop once there are beam_width finished outputs. True = at once;
             False = when the best running beam, at its present length, does not beat the worst of
             them; "never" = when it could not beat it at any length.
-        logprobs: None or False = none; True, 0 or 1 = each output token's log probability.
-        ignore_eos, stop_token_ids, skip_special_tokens: as in `SamplingParams`.
+        ignore_eos, stop_token_ids, logprobs, skip_special_tokens: as in `SamplingParams`.
 
     Raises:
         InvalidRequestError: a field has the wrong type or lies outside its range; `param` names it.
@@ -332,8 +346,6 @@ class BeamParams:
             self.early_stopping,
             'true, false or "never"',
         )
-        one = self.logprobs in (0, 1) or self.logprobs is None
-        require(one, "logprobs", self.logprobs, "true, false, 0 or 1 (the chosen token's)")
         params = self.as_sampling_params()
         require(params.max_tokens != 0, "max_tokens", self.max_tokens, "an integer >= 1")
         object.__setattr__(self, "stop_token_ids", params.stop_token_ids)

@@ -59,21 +59,18 @@ class BadWords:
     """
 
     def __init__(self, words: Iterable[Sequence[int]]):
-        runs = {tuple(word) for word in words}
-        self._single_ids = tuple(sorted(run[0] for run in runs if len(run) == 1))
-        self._runs = sorted(run for run in runs if len(run) > 1)
-        # The fewest output tokens behind which there may be something to forbid.
-        self._least = (
-            0 if self._single_ids else min((len(run) - 1 for run in self._runs), default=0)
-        )
+        last_ids: dict[tuple[int, ...], set[int]] = {}
+        for word in words:
+            last_ids.setdefault(tuple(word[:-1]), set()).add(word[-1])
+        self._last_ids = {first: sorted(last) for first, last in last_ids.items()}
+        self._lengths = sorted({len(first) for first in last_ids})  # of what comes before the last
 
     def needs_mask(self, num_output_tokens: int) -> bool:
-        return num_output_tokens >= self._least
+        return bool(self._lengths) and num_output_tokens >= self._lengths[0]
 
     def fill(self, output_token_ids: Sequence[int], mask: np.ndarray) -> None:
-        last = [run[-1] for run in self._runs if _ends_with(output_token_ids, run[:-1])]
-        clear_ids(mask, [*self._single_ids, *last])
-
-
-def _ends_with(token_ids: Sequence[int], end: Sequence[int]) -> bool:
-    return tuple(token_ids[-len(end) :]) == tuple(end)
+        for length in self._lengths:
+            if length > len(output_token_ids):
+                return
+            end = tuple(output_token_ids[len(output_token_ids) - length :])
+            clear_ids(mask, self._last_ids.get(end, ()))

@@ -13,7 +13,7 @@ such one ("the leader"); afterwards all of them are.
 
 from array import array
 from collections.abc import Sequence as Several
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from jaxserve.errors import InvalidRequestError
@@ -66,6 +66,13 @@ class Choice:
             return Observation(text="", num_tokens=1, stop_reason=None, stopped=False)
         self.num_shown += 1
         return self.watcher.observe([self.seq.token_ids[self.seq.num_prompt_tokens + index]])
+
+    def hides(self, reason: str) -> bool:
+        """Whether the token that ends it for this reason has no part in the text: the watcher is not
+        shown it, so what is held is released before it, and nothing is cut for its sake."""
+        params = self.seq.request.sampling_params
+        is_shown = self.watcher is None or params.include_stop_str_in_output
+        return reason == "stop" and not is_shown
 
     def flush(self) -> Observation | None:
         """What the watcher still holds; it is not asked again."""
@@ -205,18 +212,22 @@ class ChoiceGroup(Group):
         """
         seen: list[Observation] = []
         ending = None
+        num_observed = 0
         for index in range(choice.progress.num_observed, choice.seq.num_output_tokens):
             ending = choice.seq.ending(index + 1)
+            num_observed += 1
+            if ending is not None and choice.hides(ending[0]):
+                break
             seen.append(choice.observe(index))
             if ending is not None or seen[-1].stopped:
                 break
-        if seen[-1].stopped:
+        if seen and seen[-1].stopped:
             output = choice.completion(seen, "stop", seen[-1].stop_reason)
         elif ending is not None:
             output = self._last(choice, *ending, *seen)
         else:
             output = choice.completion(seen, None, None)
-        self._commit(choice, output, num_observed=len(seen))
+        self._commit(choice, output, num_observed=num_observed)
         if output.finish_reason is not None:
             if self.request.hold:
                 self.scheduler.hold(choice.seq)
@@ -232,6 +243,8 @@ class ChoiceGroup(Group):
             return choice.completion(seen, reason, stop_reason)
         if rest.stopped:  # the very last characters, held until now, complete a stop string
             reason, stop_reason = "stop", rest.stop_reason
+        elif choice.hides(reason):
+            rest = replace(rest, num_tokens=rest.num_tokens + 1)
         return choice.completion([*seen, rest], reason, stop_reason)
 
     def _commit(self, choice: Choice, output: CompletionOutput, *, num_observed: int) -> None:
@@ -253,7 +266,9 @@ class ChoiceGroup(Group):
         # Before the first token all choices depend on the one that computes the prompt.
         lost = [self.choices[seq.order[1]]] if self.has_spread else self._going_on()
         for choice in lost:
-            self._commit(choice, self._last(choice, "error", NON_FINITE), num_observed=0)
+            self._commit(
+                choice, self._last(choice, "error", seq.fault or NON_FINITE), num_observed=0
+            )
         self.scheduler.finish(seq)
 
     def check_index(self, index: object) -> None:
