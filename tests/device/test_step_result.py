@@ -160,15 +160,15 @@ def test_candidates_are_the_likeliest_tokens_by_the_oracle(model):
     found = executor.submit(make_batch(*slices, wants_candidates=True)).result()
     assert found.candidate_ids is not None
     assert found.candidate_logprobs is not None
-    assert found.candidate_ids.shape == found.candidate_logprobs.shape == (3, 64)
+    assert found.candidate_ids.shape == found.candidate_logprobs.shape == (3, 1, 64)
     for row, prompt in enumerate(prompts):
         expected = numpy_llama.log_softmax(numpy_llama.forward(model, prompt)[-1])
-        ids, logprobs = found.candidate_ids[row], found.candidate_logprobs[row]
+        ids, logprobs = found.candidate_ids[row, 0], found.candidate_logprobs[row, 0]
         assert len(set(ids.tolist())) == 64
         np.testing.assert_allclose(logprobs, np.sort(expected)[::-1][:64], atol=1e-3)
         np.testing.assert_allclose(logprobs, expected[ids], atol=1e-3)
-    np.testing.assert_array_equal(found.candidate_ids[:, :1], found.token_ids)
-    np.testing.assert_array_equal(found.candidate_logprobs[:, :1], found.logprobs)
+    np.testing.assert_array_equal(found.candidate_ids[:, :, 0], found.token_ids)
+    np.testing.assert_array_equal(found.candidate_logprobs[:, :, 0], found.logprobs)
     unasked = executor.submit(make_batch(*slices)).result()
     assert unasked.candidate_ids is None
     np.testing.assert_array_equal(unasked.token_ids, found.token_ids)
