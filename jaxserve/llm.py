@@ -1,8 +1,7 @@
 """`LLM`: the batch and notebook face. Text or token ids in, `RequestOutput`s out.
 
     llm = LLM("checkpoints/smollm2-135m-instruct")
-    print(llm.generate(["The capital of France is"],
-    SamplingParams(max_tokens=64))[0].outputs[0].text)
+    print(llm.generate("The capital of France is", SamplingParams(max_tokens=64))[0].outputs[0].text)
 
 It owns a tokenizer and an `Engine`; `add` and `step` are the same loop in the open, for callers
 (the CLI) that feed and drain at their own pace.
@@ -36,6 +35,7 @@ from jaxserve.weights.load_model import load_model
 
 if TYPE_CHECKING:
     from jaxserve.build import StartupTimes
+    from jaxserve.constraints.grammar import GrammarCompiler, GrammarConstraint
 
 
 class LLM:
@@ -67,6 +67,7 @@ class LLM:
         self.startup: StartupTimes
         self.engine, self.startup = build_engine(config, loaded)
         self._tokenizer = loaded.tokenizer
+        self._compiler: GrammarCompiler | None = None
         self._num_added = 0
         # Several callers may drive the one engine in turn (a generate inside a stream's loop): what a
         # step releases goes to the inbox of the caller that waits for it, else to whoever calls `step`.
@@ -139,7 +140,7 @@ class LLM:
             priority=priority,
             cache_salt=cache_salt,
         )
-        self.engine.add(request, self._watchers(params))
+        self.engine.add(request, self._watchers(params), self._grammars(params))
         self._num_added += 1
 
     def _with_ids(self, params: SamplingParams) -> SamplingParams:
@@ -164,6 +165,20 @@ class LLM:
             )
             for _ in range(params.n)
         ]
+
+    def _grammars(self, params: SamplingParams) -> list["GrammarConstraint"] | None:
+        """One for each choice, of a request that asks for structured outputs."""
+        if self._tokenizer is None or params.structured_outputs is None:
+            return None  # without a tokenizer the engine refuses them by name
+        if self._compiler is None:
+            from jaxserve.constraints.grammar import GrammarCompiler  # for those who ask for them
+
+            self._compiler = GrammarCompiler(
+                self._tokenizer.to_json(),
+                end_ids=self.engine.eos_token_ids,
+                vocab_size=min(self.engine.vocab_size, self._tokenizer.num_ids),
+            )
+        return [self._compiler.constraint(params.structured_outputs) for _ in range(params.n)]
 
     def has_work(self) -> bool:
         """Whether `step` has something to do or to hand out."""
@@ -270,17 +285,12 @@ class LLM:
         if self._tokenizer is None:
             return output
         skip = params.skip_special_tokens
-        completions = [
-            # As without beams, the token that ended it is no part of the text.
-            replace(
-                one,
-                text=self._tokenizer.decode(
-                    one.token_ids[:-1] if one.finish_reason == "stop" else one.token_ids,
-                    skip_special_tokens=skip,
-                ),
-            )
-            for one in output.outputs
-        ]
+        completions = []
+        for (
+            one
+        ) in output.outputs:  # as without beams, the token that ended it is no part of the text
+            shown_ids = one.token_ids[:-1] if one.finish_reason == "stop" else one.token_ids
+            completions.append(replace(one, text=self.decode(shown_ids, skip_special_tokens=skip)))
         return replace(output, outputs=completions)
 
     def chat(
@@ -334,7 +344,7 @@ class LLM:
 
     def _open(self, request: Request, watchers: list[TokenWatcher] | None) -> None:
         """Queues a request whose outputs go to an inbox of its own."""
-        self.engine.add(request, watchers)
+        self.engine.add(request, watchers, self._grammars(request.sampling_params))
         self._num_added += 1
         self._inboxes[request.id] = deque()
 

@@ -6,6 +6,7 @@ which order, stands in docs/sampling.md.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jaxserve.errors import shown
 from jaxserve.field_checks import (
@@ -20,6 +21,7 @@ from jaxserve.field_checks import (
     require_real_within,
     require_within,
 )
+from jaxserve.structured_outputs import StructuredOutputs
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024  # characters
@@ -106,7 +108,8 @@ class SamplingParams:
             model's own logits.
         skip_special_tokens: leave special tokens out of the text.
         echo: the output begins with the prompt, its text and its token ids.
-        structured_outputs: what the text must be: a JSON schema, a regular expression and others.
+        structured_outputs: what the text must be, as `StructuredOutputs` or a mapping of its fields: a
+            JSON schema, a regular expression and others. Not with ignore_eos.
         n: how many outputs (choices) to draw for the prompt, which is computed once; 1 to
             MAX_CHOICES. Choice 0 draws as a request with n = 1 does, choice i from a seed derived
             from (that seed, i). At temperature 0 all of them are equal.
@@ -139,7 +142,7 @@ class SamplingParams:
     processed_logprobs: bool = False
     skip_special_tokens: bool = True
     echo: bool = False
-    structured_outputs: object | None = None
+    structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
     n: int = 1
 
     def __post_init__(self) -> None:
@@ -154,6 +157,7 @@ class SamplingParams:
         self._check_logprobs()
         self._check_stops()
         self._check_token_sets()
+        self._check_structure()
 
     def _check_lengths(self) -> None:
         cap = self.max_tokens
@@ -221,6 +225,14 @@ class SamplingParams:
             ids = checked_token_ids(name, self.allowed_token_ids, most=MAX_ALLOWED_TOKEN_IDS)
             require(len(ids) > 0, name, list(ids), "a list of at least one token id, or null")
             object.__setattr__(self, name, tuple(sorted(set(ids))))
+
+    def _check_structure(self) -> None:
+        if self.structured_outputs is None:
+            return
+        wanted = StructuredOutputs.from_value(self.structured_outputs)
+        object.__setattr__(self, "structured_outputs", wanted)
+        limit = "false where structured_outputs are given: they end with the end set"
+        require(not self.ignore_eos, "ignore_eos", self.ignore_eos, limit)
 
     @property
     def wants_logprobs(self) -> bool:

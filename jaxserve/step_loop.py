@@ -116,8 +116,10 @@ class StepLoop:
     def _give_masks(self, step: StepUnderWay) -> None:
         """Lets a step go on that awaits masks: the tokens before it are known now."""
         if step.batch.awaits_masks:
-            step.masks = make_masks(step.plan, self._vocab_size)
+            step.masks, stuck = make_masks(step.plan, self._vocab_size)
             step.handle.give_masks(step.masks)
+            if stuck:
+                self._take_in(StepResult([], stuck))
 
     def _finish(self, step: StepUnderWay, following: StepUnderWay | None) -> None:
         sampled = step.handle.result()

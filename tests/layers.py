@@ -26,6 +26,7 @@ LEVELS = {
     "jaxserve.config": 1,
     "jaxserve.request": 1,
     "jaxserve.sampling_params": 1,
+    "jaxserve.structured_outputs": 1,
     "jaxserve.generation_config": 1,
     "jaxserve.echo": 1,
     "jaxserve.score": 1,

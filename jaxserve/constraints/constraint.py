@@ -40,6 +40,19 @@ class Constraint(Protocol):
         ...
 
 
+class Grammar(Constraint, Protocol):
+    """A constraint on the whole of a text, which a branch of the sequence goes on with."""
+
+    def branch(self, output_token_ids: Sequence[int]) -> "Grammar":
+        """What the text after these output tokens has to keep to, for a sequence that has them in its
+        prompt.
+
+        Raises:
+            InvalidRequestError: these tokens leave the grammar.
+        """
+        ...
+
+
 def num_words(vocab_size: int) -> int:
     """W, the words of a mask for so many tokens."""
     return -(-vocab_size // BITS)

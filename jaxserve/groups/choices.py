@@ -266,7 +266,9 @@ class ChoiceGroup(Group):
         # Before the first token all choices depend on the one that computes the prompt.
         lost = [self.choices[seq.order[1]]] if self.has_spread else self._going_on()
         for choice in lost:
-            self._commit(choice, self._last(choice, "error", NON_FINITE), num_observed=0)
+            self._commit(
+                choice, self._last(choice, "error", seq.fault or NON_FINITE), num_observed=0
+            )
         self.scheduler.finish(seq)
 
     def check_index(self, index: object) -> None:

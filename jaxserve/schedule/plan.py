@@ -94,8 +94,8 @@ class StepResult(NamedTuple):
 
     Args:
         advanced: those that got a token, or candidates for one, in plan order.
-        failed: those whose hidden states or logits were NaN or infinite. Nothing of this step was
-            kept of them, and they have to be ended.
+        failed: those whose hidden states or logits were NaN or infinite, or whose `fault` says why they
+            cannot go on. Nothing of this step was kept of them, and they have to be ended.
     """
 
     advanced: list[Sequence]
