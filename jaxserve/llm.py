@@ -1,8 +1,7 @@
 """`LLM`: the batch and notebook face. Text or token ids in, `RequestOutput`s out.
 
     llm = LLM("checkpoints/smollm2-135m-instruct")
-    print(llm.generate(["The capital of France is"],
-    SamplingParams(max_tokens=64))[0].outputs[0].text)
+    print(llm.generate("The capital of France is", SamplingParams(max_tokens=64))[0].outputs[0].text)
 
 It owns a tokenizer and an `Engine`; `add` and `step` are the same loop in the open, for callers
 (the CLI) that feed and drain at their own pace.
@@ -28,6 +27,7 @@ from jaxserve.llm_arguments import (
 )
 from jaxserve.request import CacheSalt, Request, RequestOutput, merge_outputs
 from jaxserve.sampling_params import BeamParams, SamplingParams
+from jaxserve.score import Score, score_of, score_request, starts_of
 from jaxserve.text.bad_words import bad_word_ids
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.text.watcher import StopWatcher, TokenWatcher
@@ -254,21 +254,43 @@ class LLM:
         outputs = self._finish([(request, None) for request in requests])
         return [self._with_texts(output, params) for output in outputs]
 
+    def score(
+        self, prompts: Prompt | Sequence[Prompt], *, start: int | Sequence[int] = 0
+    ) -> list[Score]:
+        """How likely given texts or token ids are: natural-log probabilities under the raw logits.
+
+        Args:
+            prompts: one prompt or many; each a text or a list of token ids.
+            start: the first position to score, in tokens; one for all, or one per prompt. What lies
+                before it is only context, and comes from the prefix cache where it is there: put
+                the shared context first and several continuations behind it.
+
+        Returns:
+            One `Score` per prompt, in order.
+
+        Raises:
+            InvalidRequestError: a prompt or its start is at fault; none of them is run.
+            NonFiniteError: the model computed something that is no finite number.
+        """
+        several = [self.encode(p) for p in as_prompts(prompts)]
+        starts = starts_of(start, len(several))
+        requests = [
+            score_request(self._new_id(i), ids, begin)
+            for i, (ids, begin) in enumerate(zip(several, starts, strict=True))
+        ]
+        outputs = self._finish([(request, None) for request in requests])
+        return list(map(score_of, requests, outputs))
+
     def _with_texts(self, output: RequestOutput, params: BeamParams) -> RequestOutput:
         if self._tokenizer is None:
             return output
         skip = params.skip_special_tokens
-        completions = [
-            # As without beams, the token that ended it is no part of the text.
-            replace(
-                one,
-                text=self._tokenizer.decode(
-                    one.token_ids[:-1] if one.finish_reason == "stop" else one.token_ids,
-                    skip_special_tokens=skip,
-                ),
-            )
-            for one in output.outputs
-        ]
+        completions = []
+        for (
+            one
+        ) in output.outputs:  # as without beams, the token that ended it is no part of the text
+            shown_ids = one.token_ids[:-1] if one.finish_reason == "stop" else one.token_ids
+            completions.append(replace(one, text=self.decode(shown_ids, skip_special_tokens=skip)))
         return replace(output, outputs=completions)
 
     def chat(

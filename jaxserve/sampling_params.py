@@ -314,8 +314,7 @@ class BeamParams:
         early_stopping: when to stop once there are beam_width finished outputs. True = at once;
             False = when the best running beam, at its present length, does not beat the worst of
             them; "never" = when it could not beat it at any length.
-        logprobs: None or False = none; True, 0 or 1 = each output token's log probability.
-        ignore_eos, stop_token_ids, skip_special_tokens: as in `SamplingParams`.
+        ignore_eos, stop_token_ids, logprobs, skip_special_tokens: as in `SamplingParams`.
 
     Raises:
         InvalidRequestError: a field has the wrong type or lies outside its range; `param` names it.
@@ -347,8 +346,6 @@ class BeamParams:
             self.early_stopping,
             'true, false or "never"',
         )
-        one = self.logprobs in (0, 1) or self.logprobs is None
-        require(one, "logprobs", self.logprobs, "true, false, 0 or 1 (the chosen token's)")
         params = self.as_sampling_params()
         require(params.max_tokens != 0, "max_tokens", self.max_tokens, "an integer >= 1")
         object.__setattr__(self, "stop_token_ids", params.stop_token_ids)

@@ -9,7 +9,7 @@
     executor, schedule                                                         3
     pages, text, constraints, model, sample                                    2
     plan.capacity, plan.roofline, model_config, field_checks, sampling_params,
-    generation_config, request, echo, seeds, stats, config, errors             1
+    generation_config, request, echo, score, seeds, stats, config, errors      1
     pallas_kernels                                                             0
 
 Imports go down or stay on a level, never up, and never in a circle; an import inside a function
@@ -29,6 +29,7 @@ LEVELS = {
     "jaxserve.structured_outputs": 1,
     "jaxserve.generation_config": 1,
     "jaxserve.echo": 1,
+    "jaxserve.score": 1,
     "jaxserve.seeds": 1,
     "jaxserve.stats": 1,
     "jaxserve.model_config": 1,

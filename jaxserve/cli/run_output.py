@@ -26,7 +26,7 @@ from jaxserve.cli.request_line import RequestLine
 from jaxserve.cli.standard_streams import abandon, write_error
 from jaxserve.echo import with_prompt
 from jaxserve.errors import RequestError
-from jaxserve.request import CompletionOutput, RequestOutput
+from jaxserve.request import CompletionOutput, PromptLogprob, RequestOutput
 
 _STDOUT = "stdout"
 MAX_MESSAGE_LENGTH = 1000  # characters of an error record's message; a bad value may be megabytes
@@ -73,7 +73,9 @@ def success_record(
         record |= _logprobs(first)
     if output.prompt_logprobs is not None:
         record["prompt_logprobs"] = [
-            None if one is None else {"logprob": _number(one.logprob), "top": _ranked(one.top)}
+            None
+            if one is None
+            else {"logprob": _number(one.logprob), "rank": one.rank, "top": _ranked(one.top)}
             for one in output.prompt_logprobs
         ]
     return record
@@ -99,6 +101,10 @@ def _logprobs(completion: CompletionOutput) -> dict[str, object]:
     if completion.top_logprobs is not None:
         found["top_logprobs"] = [_ranked(top) for top in completion.top_logprobs]
     return found
+
+
+def _scored(one: PromptLogprob) -> dict[str, object]:
+    return {"logprob": _number(one.logprob), "rank": one.rank, "top": _ranked(one.top)}
 
 
 def _ranked(top: Iterable[tuple[int, float]]) -> list[list[object]]:

@@ -121,6 +121,10 @@ def check_fields(fields: Mapping[str, Any]) -> None:
     own = {name: value for name, value in fields.items() if name in SAMPLING_FIELDS}
     others = {name: fields[name] for name in ("priority", "cache_salt") if name in fields}
     Request(id="", prompt_token_ids=(0,), sampling_params=SamplingParams(**own), **others)
+    if fields.get("tools"):
+        from jaxserve.text.chat_template import check_tools  # not for every --help
+
+        check_tools(fields["tools"])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from jaxserve.device.page_moves import PageMoves
 from jaxserve.device.params import put_params
 from jaxserve.device.programs import Lowering, Program, ProgramTable, lower_traced
 from jaxserve.device.row_sampler import RowSampler
-from jaxserve.device.scoring import Scoring
+from jaxserve.device.scorer import Scorer
 from jaxserve.device.step import forward_inputs
 from jaxserve.device.step_result import DeviceStep, StepOutputs
 from jaxserve.device.step_shapes import StepShapes
@@ -62,7 +62,7 @@ class DeviceExecutor:
         self._programs = ProgramTable(lower)
         self._moves = PageMoves(shapes, self._programs, num_host_pages=num_host_pages)
         self._sampler = RowSampler(shapes, self._programs)
-        self._scoring = Scoring(shapes, self._programs)
+        self._scorer = Scorer(shapes, self._programs)
         self._last: DeviceStep | None = None
         self._costs: StepCosts | None = None
         self._take_params(params)
@@ -104,7 +104,6 @@ class DeviceExecutor:
         """All that `warm_up` compiles, the slowest first."""
         return [
             *self._shapes.programs(),
-            *self._scoring.list_programs(),
             *self._moves.list_programs(),
             pool_program(self._shapes),
             count_table_program(self._shapes),
@@ -126,7 +125,7 @@ class DeviceExecutor:
             self._run_padding(Bucket(num_tokens, rows[0]), samples=False)
         for num_rows in rows:
             self._run_padding(Bucket(tokens[0], num_rows), samples=True)
-        self._scoring.warm_up(self._head_params)
+        self._scorer.warm_up(self._head_params)
         page_move_s = self._moves.warm_up(self._kv_pages)
         self._costs = StepCosts(token_s=self._measure_token(), page_move_s=page_move_s)
         self.compile_s = compiled - begin
@@ -258,5 +257,5 @@ class DeviceExecutor:
             )
         select = self._programs["select", num_tokens]
         hidden, slices_finite = select(x, inputs.logit_rows, inputs.rows.cu_q_lens)
-        scored = self._scoring.start(batch, self._head_params, x) if len(batch.score_rows) else ()
+        scored = list(self._scorer(batch, self._head_params, x)) if len(batch.score_rows) else ()
         return StepOutputs(slices_finite, scored=scored), hidden

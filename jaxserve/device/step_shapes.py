@@ -24,10 +24,13 @@ from jaxserve.device.row_programs import (
     sample_rows,
     sampling_rows,
 )
+from jaxserve.device.scoring import SCORE_ROWS, ScoredBlock, gather_rows, score_rows
 from jaxserve.device.step import embed_tokens, forward_inputs, select
 from jaxserve.model.kv_scales import KVScales
 from jaxserve.model.registry import ModelFunctions
+from jaxserve.sample.logprobs import TargetScores
 from jaxserve.sample.processors import BiasRows, PenaltyRows, add_sampled, load_counts, process
+from jaxserve.sampling_params import MAX_LOGPROBS
 from jaxserve.schedule.batch import MAX_CANDIDATES, DeviceBatch, LogitBias, Penalties
 from jaxserve.schedule.buckets import Bucket, Buckets
 from pallas_kernels.ragged_paged_attention.layout import KVPages, is_8bit
@@ -134,6 +137,10 @@ class StepShapes:
         one = jax.ShapeDtypeStruct((self.model.config.num_kv_heads,), jnp.float32)
         return [KVScales(one, one)] * self.model.config.num_layers
 
+    def abstract_hidden(self, num_rows: int) -> jax.ShapeDtypeStruct:
+        """Hidden rows [num_rows, E] as a shape only."""
+        return jax.ShapeDtypeStruct((num_rows, self.model.config.hidden_size), self.dtype)
+
     def padding(self, bucket: Bucket) -> DeviceBatch:
         """A batch without live tokens, with one row that counts as sampled."""
         return DeviceBatch.padding(bucket, self.buckets, self.max_pages, num_rows=1)
@@ -144,6 +151,7 @@ class StepShapes:
         return [
             *(program for t in tokens for program in self.token_programs(t)),
             *(program for r in rows for program in self.row_programs(r)),
+            *self.score_programs(),
             self.count_program(),
         ]
 
@@ -154,7 +162,7 @@ class StepShapes:
         """
         inputs = forward_inputs(self.padding(Bucket(num_tokens, 1)))
         params = self.model.served_params
-        x = jax.ShapeDtypeStruct((num_tokens, self.model.config.hidden_size), self.dtype)
+        x = self.abstract_hidden(num_tokens)
         run = slice(self.layers_per_program)
         scales = self.abstract_scales()
         return [
@@ -181,13 +189,17 @@ class StepShapes:
                 function=select,
                 arguments=(x, inputs.logit_rows, inputs.rows.cu_q_lens),
             ),
+            Program(
+                key=("gather_scored", num_tokens),
+                function=gather_rows,
+                arguments=(x, self.abstract_block),
+            ),
         ]
 
     def row_programs(self, num_rows: int) -> list[Program]:
         """The programs of one rung of R."""
         max_num_seqs = self.buckets.max_num_seqs
-        hidden_shape = (max_num_seqs, self.model.config.hidden_size)
-        hidden = jax.ShapeDtypeStruct(hidden_shape, self.dtype)
+        hidden = self.abstract_hidden(max_num_seqs)
         logits = jax.ShapeDtypeStruct((num_rows, self.model.config.vocab_size), jnp.float32)
         rows = sampling_rows(self.padding(Bucket(1, num_rows)))
         ids = jax.ShapeDtypeStruct((num_rows,), jnp.int32)
@@ -222,6 +234,25 @@ class StepShapes:
             ),
         ]
 
+    @property
+    def abstract_block(self) -> jax.ShapeDtypeStruct:
+        """One number for each row that is scored together, i32[SCORE_ROWS], as a shape only."""
+        return jax.ShapeDtypeStruct((SCORE_ROWS,), jnp.int32)
+
+    def score_programs(self) -> list[Program]:
+        """The programs that score a block of rows."""
+        head_params = self.model.head_params(self.model.abstract_params)
+        num_top = min(MAX_LOGPROBS, self.num_ids)
+        return [
+            Program(
+                key=(name, SCORE_ROWS),
+                function=functools.partial(score_rows, self.model, self.num_ids, most),
+                arguments=(head_params, self.abstract_hidden(SCORE_ROWS), self.abstract_block),
+                returns=(ScoredBlock, TargetScores),
+            )
+            for name, most in (("score_top", num_top), ("score", 0))
+        ]
+
     def count_program(self) -> Program:
         """Puts histories into the count table, COUNT_PIECE tokens at a time."""
         ids = jax.ShapeDtypeStruct((COUNT_PIECE,), jnp.int32)
@@ -254,6 +285,7 @@ def largest_step_bytes(shapes: StepShapes, lower: Lowering = lower_traced) -> in
     largest = [
         *shapes.token_programs(shapes.buckets.tokens[-1]),
         *shapes.row_programs(shapes.buckets.rows[-1]),
+        *shapes.score_programs(),
     ]
     table.compile_all(largest)
     sizes = []

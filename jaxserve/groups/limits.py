@@ -36,9 +36,9 @@ class Limits:
                 params; a prompt_logprobs_start outside the prompt; no room for the prompt.
         """
         self._check_ids("prompt", prompt)
-        self._check_params(request.sampling_params)
         start = request.prompt_logprobs_start
         require_within("prompt_logprobs_start", start, 0, len(prompt) - 1)
+        self._check_params(request.sampling_params)
         asked = request.sampling_params.max_tokens
         least = 0 if asked == 0 else 1
         room = self.max_model_len - len(prompt)

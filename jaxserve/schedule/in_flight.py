@@ -72,7 +72,8 @@ def take_in(plan: StepPlan, sampled: SampledTokens, kv: KVManager) -> StepResult
     since, all but the tokens that it sampled.
     """
     result = StepResult([], [])
-    if sampled.scores is not None:
+    if plan.scored:
+        assert sampled.scores is not None
         _take_scores(plan, sampled.scores, sampled.finite.tolist())
     # All at once: taking numbers out of an array one by one is slow.
     token_ids, logprobs = sampled.token_ids.tolist(), sampled.logprobs.tolist()

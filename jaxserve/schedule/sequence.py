@@ -112,7 +112,9 @@ class Sequence:
     host_pages: HostPages | None = field(init=False, default=None)
     max_num_tokens: int = field(init=False)  # most it can ever compute: the last one sampled is not
     is_awaited: bool = field(init=False)  # what it samples is looked at before another step begins
-    fault: str | None = field(init=False, default=None)  # the field that nothing can follow any more
+    fault: str | None = field(
+        init=False, default=None
+    )  # the field that nothing can follow any more
     status: Status = field(init=False, default=Status.WAITING)
 
     def __post_init__(self) -> None:

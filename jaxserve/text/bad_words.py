@@ -28,7 +28,7 @@ def bad_word_ids(
             continue
         bare = word.lstrip() or word
         for text in (word, bare, f" {bare}"):
-            ids = tokenizer.encode(text, add_special_tokens=False)
+            ids = tokenizer.encode(text, add_special_tokens=False, param="bad_words")
             if not ids:
                 raise InvalidRequestError(
                     f"bad_words must be texts of at least one token, got {shown(word)}",

@@ -29,7 +29,7 @@ _MAX_DEPTH = 32
 # Fields of a tool's function: name, type, what it has to be. Only the name must be there.
 _FUNCTION_FIELDS = (
     ("name", str, "a text of at least one character"),
-    ("description", str, "a text of at least one character, or absent"),
+    ("description", str, "a text, or absent"),
     ("parameters", dict, "an object, or absent"),
 )
 # All that an expression of a template can raise on odd values; Jinja passes these on as they are.
@@ -198,10 +198,9 @@ def _check_tool(tool: object, where: str) -> dict[str, Any]:
         _refuse(f"{where}.function must be an object, got {function!r:.200}", "tools")
     for name, kind, what in _FUNCTION_FIELDS:
         value = function.get(name)
-        if not isinstance(value, kind) or value == "":
-            if value is None and name != "name":
-                function.pop(name, None)
-                continue
+        if value is None and name != "name":
+            function.pop(name, None)
+        elif not isinstance(value, kind) or (name == "name" and not value):
             _refuse(f"{where}.function.{name} must be {what}, got {value!r:.200}", "tools")
     return plain
 

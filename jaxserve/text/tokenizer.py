@@ -135,18 +135,20 @@ class Tokenizer:
         """Whether `render_chat` and `encode_chat` can work at all."""
         return self._template.source is not None
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self, text: str, add_special_tokens: bool = True, *, param: str = "prompt"
+    ) -> list[int]:
         """Token ids of a text.
 
         Args:
             text: any text; special tokens written in it become their ids, as in transformers.
             add_special_tokens: let the post-processor add its own (a BOS, usually).
+            param: the request's field that the text comes from.
 
         Raises:
-            InvalidRequestError: not a string, or not valid Unicode (a lone surrogate); param
-                "prompt".
+            InvalidRequestError: not a string, or not valid Unicode (a lone surrogate).
         """
-        return self._encode(text, add_special_tokens=add_special_tokens, param="prompt")
+        return self._encode(text, add_special_tokens=add_special_tokens, param=param)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; ids outside the vocabulary give none, bytes that are no character give
