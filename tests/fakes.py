@@ -84,7 +84,7 @@ def add_counts(context: Sequence[int], counts: np.ndarray, options: Sequence[flo
     """A context that a fake token with penalties depends on: the counts of all tokens said before,
     and the penalties."""
     said = np.flatnonzero(counts)
-    return [*context, *said, *counts[said], *(int(1000 * one) for one in options)]
+    return [*context, *said, *counts[said], *(round(1000 * one) for one in options)]
 
 
 def expected_penalised(
@@ -105,12 +105,15 @@ def expected_penalised(
 class FakeHandle:
     """A step that was run; of one that awaits masks, one that runs with `give_masks`."""
 
-    def __init__(self, sampled: SampledTokens | None, run: Callable[..., SampledTokens]):
+    def __init__(
+        self, sampled: SampledTokens | None, run: Callable[..., SampledTokens] | None = None
+    ):
         self._sampled = sampled
         self._run = run
 
     def give_masks(self, masks: np.ndarray) -> None:
         assert self._sampled is None, "a step that awaits no masks got some, or got them twice"
+        assert self._run is not None
         self._sampled = self._run(masks)
 
     def result(self) -> SampledTokens:

@@ -101,9 +101,9 @@ def clear_ids(mask: np.ndarray, token_ids: Iterable[int]) -> None:
 
     Args:
         mask: u32[W], changed in place.
-        token_ids: each in [0, 32 * W).
+        token_ids: of any tokens; those behind the mask's last bit are passed over.
     """
-    ids = np.fromiter(token_ids, np.int64)
+    ids = _within(mask, token_ids)
     np.bitwise_and.at(mask, ids // BITS, ~_bits(ids))
 
 
@@ -112,9 +112,9 @@ def allow_only(mask: np.ndarray, token_ids: Iterable[int]) -> None:
 
     Args:
         mask: u32[W], changed in place.
-        token_ids: each in [0, 32 * W).
+        token_ids: of any tokens; those behind the mask's last bit are passed over.
     """
-    ids = np.fromiter(token_ids, np.int64)
+    ids = _within(mask, token_ids)
     allowed = np.zeros_like(mask)
     np.bitwise_or.at(allowed, ids // BITS, _bits(ids))
     mask &= allowed
@@ -123,6 +123,12 @@ def allow_only(mask: np.ndarray, token_ids: Iterable[int]) -> None:
 def allows(mask: np.ndarray, token_id: int) -> bool:
     """Whether a token's bit is set in u32[W]."""
     return bool(mask[token_id // BITS] >> np.uint32(token_id % BITS) & np.uint32(1))
+
+
+def _within(mask: np.ndarray, token_ids: Iterable[int]) -> np.ndarray:
+    """i64, the ids that have a bit: an end id of a checkpoint may lie beyond its vocabulary."""
+    ids = np.fromiter(token_ids, np.int64)
+    return ids[ids < BITS * len(mask)]
 
 
 def _bits(ids: np.ndarray) -> np.ndarray:

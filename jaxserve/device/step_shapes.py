@@ -288,13 +288,17 @@ def largest_step_bytes(shapes: StepShapes, lower: Lowering = lower_traced) -> in
         *shapes.score_programs(),
     ]
     table.compile_all(largest)
+    logits_bytes = 4 * shapes.buckets.rows[-1] * shapes.model.config.vocab_size
     sizes = []
     for program in largest:
         analysis = table[program.key].memory_analysis()
         assert analysis is not None, f"no memory analysis of {program.key} on this platform"
+        # Raw and processed logits wait on the device while the programs run that read them.
+        held = {"process": 1, "sample": 2, "count": 2, "candidates": 2}.get(program.key[0], 0)
         sizes.append(
             analysis.temp_size_in_bytes
             + analysis.output_size_in_bytes
             - analysis.alias_size_in_bytes
+            + held * logits_bytes
         )
     return int(max(sizes))

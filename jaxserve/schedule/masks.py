@@ -1,8 +1,12 @@
 """The masks of a step: what the constraints of its sequences let each row sample.
 
-Called by the step loop when the tokens before are known, while the device runs the forward pass of the
-step. Pure host code.
+Made by the step loop when the tokens before are known, while the device runs the layers of the step; kept
+as text by the schedule log. Pure host code.
 """
+
+import base64
+import zlib
+from typing import Any
 
 import numpy as np
 
@@ -36,3 +40,32 @@ def make_masks(plan: StepPlan, vocab_size: int) -> tuple[np.ndarray, list[Sequen
                 seq.fault = error.param
                 stuck.append(seq)
     return masks, stuck
+
+
+MAX_WORDS = 2**20  # of a mask that is read; no vocabulary is as large
+
+
+def write_masks(masks: np.ndarray) -> list[int | str]:
+    """Masks u32[n, W] as [W, text]: their little-endian bytes, deflated, in base64."""
+    packed = zlib.compress(masks.astype("<u4").tobytes())
+    return [masks.shape[1], base64.b64encode(packed).decode("ascii")]
+
+
+def read_masks(written: Any, num_rows: int) -> np.ndarray:
+    """Undoes `write_masks`: u32[num_rows, W].
+
+    Raises:
+        ValueError: it is nothing that `write_masks` gives for so many rows.
+    """
+    num_words, text = written
+    if type(num_words) is not int or not 0 < num_words <= MAX_WORDS:
+        raise ValueError(f"masks of {num_words!r} words")
+    num_bytes = 4 * num_words * num_rows
+    unpack = zlib.decompressobj()
+    try:
+        found = unpack.decompress(base64.b64decode(text, validate=True), num_bytes + 1)
+    except zlib.error as error:
+        raise ValueError(f"masks: {error}") from None
+    if len(found) != num_bytes:
+        raise ValueError(f"masks of {len(found)} bytes or more, not {num_bytes}")
+    return np.frombuffer(found, "<u4").astype(np.uint32).reshape(num_rows, num_words)

@@ -112,6 +112,11 @@ class Tokenizer:
         """The text of a tokenizer.json that holds every added token."""
         return self._tokenizer.to_str()
 
+    def end_of_ids(self, limit: int) -> int:
+        """One more than the largest id below `limit` that stands for a token; ids may have gaps."""
+        ids = range(limit - 1, -1, -1)
+        return next((i + 1 for i in ids if self._tokenizer.id_to_token(i) is not None), 0)
+
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """The id of the tokenizer's eos token, as a tuple; empty if it has none. A model may have
