@@ -250,7 +250,9 @@ def test_padded_rows_of_the_vocabulary_are_never_sampled_and_never_counted(tmp_p
     assert all(i < 512 for tops in outputs[1][0].outputs[0].top_logprobs for i, _ in tops)
     for beam in padded.beam_search([[9]], BeamParams(beam_width=3, max_tokens=3, ignore_eos=True)):
         assert all(padding.isdisjoint(one.token_ids) for one in beam.outputs)
-    with pytest.raises(InvalidRequestError, match=r"prompt token ids must be in \[0, 512\), got 512"):
+    with pytest.raises(
+        InvalidRequestError, match=r"prompt token ids must be in \[0, 512\), got 512"
+    ):
         padded.generate([[512]], greedy_with(1))
     plain.generate([[511]], greedy_with(1))  # the control: the last token that there is
 
