@@ -165,7 +165,7 @@ def test_ladders_of_ones_own_are_compiled_and_no_more():
     assert len(output.outputs[0].token_ids) == 3
     num_programs = llm.engine.executor.description["num_programs"]
     # Of T, of R, what scores and what loads histories, page copies, pool and count table.
-    assert num_programs == 4 * len(stats.token_buckets) + 5 + 3 + 1 + 2
+    assert num_programs == 4 * len(stats.token_buckets) + 5 + 3 + 2 + 2
 
 
 def test_steps_that_cannot_be_are_not_compiled():
