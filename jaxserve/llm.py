@@ -176,7 +176,7 @@ class LLM:
             self._compiler = GrammarCompiler(
                 self._tokenizer.to_json(),
                 end_ids=self.engine.eos_token_ids,
-                vocab_size=min(self.engine.vocab_size, self._tokenizer.num_ids),
+                vocab_size=self.engine.vocab_size,
             )
         return [self._compiler.constraint(params.structured_outputs) for _ in range(params.n)]
 

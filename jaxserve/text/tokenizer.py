@@ -108,14 +108,14 @@ class Tokenizer:
         """Number of tokens, added ones included; a model's vocabulary may be padded beyond it."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
+    def to_json(self) -> str:
+        """The text of a tokenizer.json that holds every added token."""
+        return self._tokenizer.to_str()
+
     def end_of_ids(self, limit: int) -> int:
         """One more than the largest id below `limit` that stands for a token; ids may have gaps."""
         ids = range(limit - 1, -1, -1)
         return next((i + 1 for i in ids if self._tokenizer.id_to_token(i) is not None), 0)
-
-    def to_json(self) -> str:
-        """The text of a tokenizer.json that holds every added token."""
-        return self._tokenizer.to_str()
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
