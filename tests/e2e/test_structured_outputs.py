@@ -106,7 +106,7 @@ def test_samples_keep_to_the_schema_in_every_way_to_run_them(tmp_path, even, asy
     ]
     prompts = ["hello" * (1 + seed % 3) for seed in range(10)]
     expected = [one.text for output in even.generate(prompts, params) for one in output.outputs]
-    pressed = load(tmp_path, {}, num_pages=24, async_scheduling=async_scheduling)
+    pressed = load(tmp_path, {}, num_pages=12, async_scheduling=async_scheduling)
     outputs = [one for output in pressed.generate(prompts, params) for one in output.outputs]
     assert [one.text for one in outputs] == expected
     assert pressed.engine.stats().num_preemptions > 0
