@@ -57,7 +57,8 @@ def _logprobs(
     changes nothing.
     """
     x = params["embed"]["embedding"][ids]
-    phase = jnp.arange(len(ids))[:, None] * inverse_frequencies(config.rope, config.head_dim)
+    frequencies = jnp.asarray(inverse_frequencies(config.rope, config.head_dim), x.dtype)
+    phase = jnp.arange(len(ids), dtype=x.dtype)[:, None] * frequencies[None, :]
     for layer in range(config.num_layers):
         block = params["layers"][layer]
         x = x + _attention(config, block["attn"], _norm(config, block["input_norm"], x), phase)
@@ -73,12 +74,12 @@ def _logprobs(
 
 def _norm(config: ModelConfig, norm: dict[str, Any], x: jax.Array) -> jax.Array:
     size = jnp.sqrt(jnp.mean(x**2, axis=1, keepdims=True) + config.rms_norm_eps)
-    return x / size * norm["scale"]
+    return x / size * norm["scale"][None, :]
 
 
 def _linear(layer: dict[str, Any], x: jax.Array) -> jax.Array:
     y = jnp.matmul(x, layer["kernel"], precision=PRECISION)
-    return y + layer["bias"] if layer.get("bias") is not None else y
+    return y + layer["bias"][None, :] if layer.get("bias") is not None else y
 
 
 def _rotate(x: jax.Array, phase: jax.Array) -> jax.Array:
@@ -100,7 +101,7 @@ def _attention(
     group = config.num_heads // config.num_kv_heads
     k, v = jnp.repeat(k, group, axis=1), jnp.repeat(v, group, axis=1)
     scores = jnp.einsum("qhd,khd->hqk", q, k, precision=PRECISION)
-    seen = jnp.tril(jnp.ones((num_tokens, num_tokens), bool))
+    seen = jnp.tril(jnp.ones((num_tokens, num_tokens), bool))[None]
     weights = jax.nn.softmax(jnp.where(seen, scores / size**0.5, -jnp.inf), axis=2)
     mixed = jnp.einsum("hqk,khd->qhd", weights, v, precision=PRECISION)
     return _linear(attn["o"], mixed.reshape(num_tokens, -1))
