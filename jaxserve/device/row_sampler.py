@@ -7,7 +7,7 @@ Invariant: the count table is donated to every program that writes it, so it exi
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,15 +28,15 @@ from jaxserve.schedule.batch import CountLoad, DeviceBatch
 
 
 class RowOutputs(NamedTuple):
-    """What the logit rows of a step give, on the device.
+    """What the logit rows of a step give: on the device, or fetched from it as numpy.
 
     Args:
         sampled: (token ids i32[R], logprobs f32[R], finite bool[R]).
         candidates: (token ids i32[R, K], logprobs f32[R, K]), where wanted.
     """
 
-    sampled: tuple[jax.Array, ...]
-    candidates: tuple[jax.Array, ...] | None
+    sampled: tuple[Any, ...]
+    candidates: tuple[Any, ...] | None
 
 
 class RowSampler:

@@ -8,7 +8,7 @@ change the running step. Writing to a submitted batch raises instead.
 
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -153,7 +153,7 @@ class DeviceBatch:
             num_steps=1,
             wants_candidates=False,
             output_positions=np.zeros(bucket.num_rows, np.int32),
-            **sampling_arrays([], bucket.num_rows),  # type: ignore[arg-type]
+            **sampling_arrays([], bucket.num_rows),
         )
 
     def following(self) -> "DeviceBatch":
@@ -207,7 +207,8 @@ class TokenScores(NamedTuple):
 
     def part(self, begin: int, end: int) -> "TokenScores":
         """Of the tokens [begin, end) of the n."""
-        return TokenScores(*(None if one is None else one[begin:end] for one in self))
+        parts: list[Any] = [None if one is None else one[begin:end] for one in self]
+        return TokenScores(*parts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +238,7 @@ class SampledTokens:
     scores: TokenScores | None = None
 
 
-def sampling_arrays(seqs: "Several[Sequence]", num_rows: int) -> dict[str, np.ndarray]:
+def sampling_arrays(seqs: "Several[Sequence]", num_rows: int) -> dict[str, Any]:
     """What the sampler reads of sequences and does not change from step to step, padded.
 
     Args:

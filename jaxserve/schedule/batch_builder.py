@@ -52,7 +52,7 @@ class BatchBuilder:
         self._sampling: list[Sequence] = []
         self._num_rows = -1
         self._num_prompt_tokens = np.zeros(0, np.int32)
-        self._sampling_arrays: dict[str, np.ndarray] = {}
+        self._sampling_arrays: dict[str, Any] = {}
         # Rows and sequences that ask for more than a draw; mostly there are none.
         self._penalized: list[tuple[int, Sequence]] = []
         self._constrained: list[tuple[int, Sequence]] = []
@@ -211,7 +211,8 @@ def _scoring_arrays(plan: StepPlan, cu_q_lens: np.ndarray) -> dict[str, Any]:
         "score_rows": np.array(rows, np.int32),
         "score_targets": np.array(targets, np.int32),
         "wants_score_top": any(
-            plan.slices[index].seq.scores.num_top > 0 for index, _, _ in plan.scored
+            scores is not None and scores.num_top > 0
+            for scores in (plan.slices[index].seq.scores for index, _, _ in plan.scored)
         ),
     }
 

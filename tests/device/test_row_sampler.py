@@ -75,9 +75,9 @@ def test_a_step_awaits_its_masks():
     assert found.token_ids[1, 0] == plain.token_ids[1, 0]
     with pytest.raises(RuntimeError, match="awaits no masks"):
         step.give_masks(masks)
+    single = dataclasses.replace(make_batch(Slice([7], [1])), awaits_masks=True)
     with pytest.raises(ValueError, match="no next step"):
-        batch = dataclasses.replace(make_batch(Slice([7], [1])), awaits_masks=True)
-        batch.following()
+        single.following()
 
 
 def test_the_arrays_of_options_are_read_only_once_they_are_in_a_batch():

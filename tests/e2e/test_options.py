@@ -171,10 +171,11 @@ def test_options_are_the_same_whatever_the_engine_does(monkeypatch, is_async, nu
     llm = shared_llm(page_size=4, **({} if num_pages is None else {"num_pages": num_pages}))
     monkeypatch.setattr(llm.engine._loop, "async_scheduling", is_async)
     monkeypatch.setattr(llm.engine.scheduler, "num_decode_steps", num_steps)
+    expected = alone()
     counter = CompileCounter()
     before = llm.engine.stats().num_preemptions
     order = random.Random(num_steps).sample(range(len(asked())), len(asked()))
-    assert_equal(run_all(llm, order), alone())
+    assert_equal(run_all(llm, order), expected)
     assert (llm.engine.stats().num_preemptions > before) == (num_pages is not None)
     assert counter.count == 0
 

@@ -286,11 +286,7 @@ def test_c19_a_masked_token_is_in_no_count_and_no_mass():
     masks = ones(1, 5)
     clear_ids(masks[0], [0])
     cases = [({"top_k": 2}, [1, 2]), ({"top_p": 0.45}, [1]), ({"top_p": 0.75}, [1, 2])]
-    for options, support in (
-        ({"top_k": 2}, [1, 2]),
-        ({"top_p": 0.5}, [1]),
-        ({"top_p": 0.8}, [1, 2]),
-    ):
+    for options, support in cases:
         processed = run(C19[None], masks=masks)
         found = np.asarray(DRAWN(processed, sampling(1, **options)))[0]
         assert np.flatnonzero(np.isfinite(found)).tolist() == support
