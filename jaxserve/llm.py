@@ -28,6 +28,7 @@ from jaxserve.llm_arguments import (
 from jaxserve.request import CacheSalt, Request, RequestOutput, merge_outputs
 from jaxserve.sampling_params import BeamParams, SamplingParams
 from jaxserve.score import Score, score_of, score_request, starts_of
+from jaxserve.structured_outputs import StructuredOutputs
 from jaxserve.text.bad_words import bad_word_ids
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.text.watcher import StopWatcher, TokenWatcher
@@ -178,7 +179,8 @@ class LLM:
                 end_ids=self.engine.eos_token_ids,
                 vocab_size=self.engine.vocab_size,
             )
-        return [self._compiler.constraint(params.structured_outputs) for _ in range(params.n)]
+        wanted = StructuredOutputs.from_value(params.structured_outputs)
+        return [self._compiler.constraint(wanted) for _ in range(params.n)]
 
     def has_work(self) -> bool:
         """Whether `step` has something to do or to hand out."""

@@ -14,17 +14,18 @@ Invariant: at most one step is under way between two calls; `forget` and `drain`
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from jaxserve.executor import Executor, StepHandle
 from jaxserve.schedule.batch import DeviceBatch
 from jaxserve.schedule.batch_builder import BatchBuilder
-from jaxserve.schedule.masks import make_masks
+from jaxserve.schedule.masks import make_masks, without
 from jaxserve.schedule.observer import StepObserver, StepRecord
 from jaxserve.schedule.plan import StepPlan, StepResult
 from jaxserve.schedule.scheduler import Scheduler
+from jaxserve.schedule.sequence import Sequence
 
 
 @dataclass(kw_only=True)
@@ -36,6 +37,7 @@ class StepUnderWay:
         handle: gives its result.
         sent_s: when, by the clock.
         masks: what it was told that its rows may sample, u32[num_rows, W]; None where nobody asks.
+        stuck: sequences with nothing that their rows may sample: they fail with this step.
     """
 
     plan: StepPlan
@@ -43,6 +45,7 @@ class StepUnderWay:
     handle: StepHandle
     sent_s: float
     masks: np.ndarray | None = None
+    stuck: list[Sequence] = field(default_factory=list)
 
 
 class StepLoop:
@@ -116,17 +119,15 @@ class StepLoop:
     def _give_masks(self, step: StepUnderWay) -> None:
         """Lets a step go on that awaits masks: the tokens before it are known now."""
         if step.batch.awaits_masks:
-            step.masks, stuck = make_masks(step.plan, self._vocab_size)
+            step.masks, step.stuck = make_masks(step.plan, self._vocab_size)
             step.handle.give_masks(step.masks)
-            if stuck:
-                self._take_in(StepResult([], stuck))
 
     def _finish(self, step: StepUnderWay, following: StepUnderWay | None) -> None:
         sampled = step.handle.result()
         now_s = self._clock()
         seconds = now_s - max(step.sent_s, self._last_done_s)
         self._last_done_s = now_s
-        result = self.scheduler.update(step.plan, sampled)
+        result = self.scheduler.update(step.plan, without(step.stuck, step.plan, sampled))
         self._take_in(result)
         if following is not None:
             self._give_masks(following)

@@ -40,10 +40,9 @@ def test_a_stream_begins_with_the_prompt_once_per_choice(n):
 
 def test_the_prompt_s_special_tokens_go_by_the_same_flag():
     llm = shared_llm()
-    prompt = llm.encode("hi")
-    assert prompt[0] == llm.tokenizer.bos_token_id
+    prompt = [llm.tokenizer.bos_token_id, *llm.encode("hi")]
     for skip in (True, False):
-        out = llm.generate(["hi"], greedy(2, echo=True, skip_special_tokens=skip))[0].outputs[0]
+        out = llm.generate([prompt], greedy(2, echo=True, skip_special_tokens=skip))[0].outputs[0]
         begin = llm.tokenizer.decode(prompt, skip_special_tokens=skip)
         assert out.text.startswith(begin)
         assert (llm.tokenizer.bos_token in begin) != skip

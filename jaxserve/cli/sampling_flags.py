@@ -109,7 +109,8 @@ def given_sampling(flag_values: flags.FlagValues) -> dict[str, Any]:
         InvalidRequestError: a value outside its range.
     """
     names = [name for name in (*SAMPLING_FIELDS, *REQUEST_FIELDS) if name != "seed"]
-    fields = {name: flag_values[name].value for name in names if flag_values[name].present}
+    given = {name: flag_values[name] for name in names}
+    fields: dict[str, Any] = {name: flag.value for name, flag in given.items() if flag.present}
     for name in _LISTS.keys() & fields.keys():
         fields[name] = [item for items in fields[name] for item in items]
     check_fields(fields)

@@ -13,6 +13,7 @@ Invariant: what a constraint allows depends on the output tokens alone. A sequen
 """
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
@@ -35,6 +36,7 @@ _JSON_OPTIONS = {
     "coerce_one_of": False,
     "lenient": False,
 }
+_TEMPERATURE = re.compile(r"\[[^\]/\"]*\btemperature\s*=")  # of a rule; llguidance reads past it
 _ANY_OBJECT = '{"type":"object"}'
 _OVERLAP = (
     "oneOf is supported only where its options provably exclude each other (by type, or by a required "
@@ -236,6 +238,8 @@ def _grammar(kind: str, text: str) -> str:
         choices = " | ".join(json.dumps(choice) for choice in json.loads(text))
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
     if kind == "grammar":
+        if _TEMPERATURE.search(text):
+            raise _unserved(f"{NAME}.grammar", "rules cannot set a temperature")
         return LLMatcher.grammar_from_lark(text)
     schema = checked_schema(text) if kind == "json" else text
     return LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)

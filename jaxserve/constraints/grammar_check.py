@@ -20,7 +20,7 @@ from llguidance import LLMatcher, LLParserLimits
 MAX_MEMORY_BYTES = 2 * 1024**3  # of address space
 STACK_BYTES = 4 * 1024**2  # half of what a thread usually has: what passes here fits there
 
-PATIENCE = 4  # seconds of the clock for each second of CPU time
+PATIENCE = 24  # seconds of the clock for each second of CPU time: other work may have the CPU
 
 # The costs of a step are bounded too, since masks are made while other requests wait.
 LIMITS = LLParserLimits(

@@ -5,6 +5,7 @@ as text by the schedule log. Pure host code.
 """
 
 import base64
+import dataclasses
 import zlib
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 
 from jaxserve.constraints.constraint import combine_masks, ids_mask, num_words
 from jaxserve.errors import ConstraintError
+from jaxserve.schedule.batch import SampledTokens
 from jaxserve.schedule.plan import StepPlan
 from jaxserve.schedule.sequence import Sequence, Status
 
@@ -40,6 +42,15 @@ def make_masks(plan: StepPlan, vocab_size: int) -> tuple[np.ndarray, list[Sequen
                 seq.fault = error.param
                 stuck.append(seq)
     return masks, stuck
+
+
+def without(stuck: list[Sequence], plan: StepPlan, sampled: SampledTokens) -> SampledTokens:
+    """A step's result in which the rows of some sequences have failed."""
+    if not stuck:
+        return sampled
+    finite = sampled.finite.copy()
+    finite[[one.seq in stuck for one in plan.slices]] = False
+    return dataclasses.replace(sampled, finite=finite)
 
 
 MAX_WORDS = 2**20  # of a mask that is read; no vocabulary is as large

@@ -274,6 +274,7 @@ def test_special_tokens_are_no_text():
         ("matches no text", {"json": {"$ref": "#"}}),
         ("not disjoint", {"json": {"patternProperties": {"^a": {"type": "null"}, "b$": True}}}),
         ("unknown name", {"grammar": "start: x"}),
+        ("cannot set a temperature", {"grammar": "start: a\na[lazy, temperature=0.5]: /x/"}),
         ("no start rule", {"grammar": 'root: "x"'}),
         ("matches no text", {"grammar": 'start: start "a"'}),
         ("too deeply nested", {"grammar": "start: " + "(" * 9000 + '"a"' + ")" * 9000}),

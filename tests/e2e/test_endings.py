@@ -2,6 +2,7 @@
 fixed text, one step at a time, ahead of their results and several tokens a step.
 """
 
+import dataclasses
 import itertools
 import random
 
@@ -184,16 +185,6 @@ def test_c26_random_endings(chains, way):
         check(chains, way, case)
 
 
-def test_c26_what_came_after_the_end_is_in_no_cache(chains):
-    """Tokens that a step computed behind the end are no cached prefix of anybody."""
-    llms, ids, _ = chains
-    llm = llms["four a step, ahead"]
-    prompt = [1] * 8
-    llm.generate([prompt], greedy(9, stop_token_ids=[ids[1]]))
-    after = llm.generate([[*prompt, *ids[:8]]], greedy(1))[0]
-    assert after.num_cached_tokens <= len(prompt) + 2
-
-
 @pytest.fixture(scope="module")
 def eager(tmp_path_factory):
     """After any token, 3 and 9, both ends of the model, are the two best; then the last id, then 20."""
@@ -210,15 +201,16 @@ def eager(tmp_path_factory):
     return LLM(str(path), **SMALL), last
 
 
-@pytest.mark.parametrize("temperature", [0, 1])
-def test_c05_min_tokens_count_the_output_and_mask_every_end(eager, temperature):
+def test_c05_min_tokens_count_the_output_and_mask_every_end(eager):
     llm, last = eager
-    params = greedy(12, ignore_eos=False, min_tokens=6, temperature=temperature, seed=3)
-    ids = llm.generate([[1] * 20], params)[0].outputs[0].token_ids
-    assert not {3, 9} & set(ids[:6])
-    assert len(ids) == 7 or temperature
-    assert ids[6] in (3, 9) or temperature
-    assert ids[:6] == [last] * 6 or temperature
+    params = greedy(12, ignore_eos=False, min_tokens=6)
+    out = llm.generate([[1] * 20], params)[0].outputs[0]
+    assert (out.token_ids, out.finish_reason) == ([last] * 6 + [3], "stop")
+    for seed in range(20):
+        drawn = dataclasses.replace(params, temperature=1, seed=seed)
+        ids = llm.generate([[1] * 20], drawn)[0].outputs[0].token_ids
+        assert len(ids) > 6
+        assert not {3, 9} & set(ids[:6])
 
 
 def test_c05_nothing_else_is_masked(eager):
@@ -246,7 +238,9 @@ def test_c05_greedy_choices_and_prefix_hits_keep_to_it(eager):
 
 def test_allowed_tokens_are_the_only_ones(eager):
     llm, _ = eager
-    params = greedy(30, temperature=2, seed=1, allowed_token_ids=[20, 40, 41])
+    params = dataclasses.replace(
+        greedy(30, allowed_token_ids=[20, 40, 41]), temperature=100, seed=1
+    )
     ids = llm.generate([[1]], params)[0].outputs[0].token_ids
     assert set(ids) == {20, 40, 41}
 
@@ -272,7 +266,7 @@ def test_bad_words_of_one_and_several_tokens(tmp_path):
     assert said(bad_words=[[b, c]]) == [a, b, a, b, a, b]
     assert said(bad_words=[[a, b, c], "c"]) == [a, b, a, b, a, b]
     assert said(bad_words=[[1, a]]) == said(), "a run that begins in the prompt is none"
-    assert said(bad_words=["a", "b"])[0] not in (a, b, spaced)
+    assert said(bad_words=["a", "b"])[0] == spaced, "the tokenizer writes a blank and an a as two"
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def test_samples_keep_to_the_schema_in_every_way_to_run_them(tmp_path, even, asy
     ]
     prompts = ["hello" * (1 + seed % 3) for seed in range(10)]
     expected = [one.text for output in even.generate(prompts, params) for one in output.outputs]
-    pressed = load(tmp_path, {}, num_pages=24, async_scheduling=async_scheduling)
+    pressed = load(tmp_path, {}, num_pages=12, async_scheduling=async_scheduling)
     outputs = [one for output in pressed.generate(prompts, params) for one in output.outputs]
     assert [one.text for one in outputs] == expected
     assert pressed.engine.stats().num_preemptions > 0
@@ -172,17 +172,18 @@ def test_logprobs_are_of_the_model_or_of_what_was_left(even):
 
 
 def test_a_branch_goes_on_with_the_grammar(even):
+    prompt = ids("x hello")
     even.add(
         "root",
-        ids("hello"),
+        prompt,
         SamplingParams(temperature=0, max_tokens=30, structured_outputs={"regex": "aaa(bb|cc)"}),
     )
     even.step()
     even.step()
     b, c = ids("b")[0], ids("c")[0]
-    begin = len(ids("hello")) + 1
+    begin = len(prompt) + 1
     even.engine.fork("root", "again", num_tokens=begin, append_token_ids=[*ids("aa"), c])
-    even.engine.fork("root", "inside", num_tokens=2)
+    even.engine.fork("root", "inside", num_tokens=1)
     with pytest.raises(InvalidRequestError, match=f"token {b} after 1 others leaves") as caught:
         even.engine.fork("root", "wrong", num_tokens=begin, append_token_ids=[b])
     assert caught.value.param == "append_token_ids"
