@@ -62,7 +62,7 @@ def test_the_plain_forward_is_the_model(tmp_path, tied):
         want = [rows[i - 1, ids[i]] for i in range(1, length)]
         found = plain(ids)
         assert np.isnan(found[0])
-        assert found[1:] == pytest.approx(want, abs=1e-4)
+        assert found[1:] == pytest.approx(want, abs=1e-5)
 
 
 @pytest.mark.parametrize(
