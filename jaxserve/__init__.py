@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from jaxserve.model_config import ModelConfig
     from jaxserve.request import Request, RequestOutput
     from jaxserve.sampling_params import BeamParams, SamplingParams
+    from jaxserve.score import Score
     from jaxserve.weights.load_model import LoadedModel, load_model
 
 __version__ = "0.1.0"
@@ -30,6 +31,7 @@ _HOME_OF = {
     "RequestOutput": "jaxserve.request",
     "SamplingParams": "jaxserve.sampling_params",
     "SchedulerConfig": "jaxserve.config",
+    "Score": "jaxserve.score",
     "build_engine": "jaxserve.build",
     "load_model": "jaxserve.weights.load_model",
 }
@@ -45,6 +47,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "SchedulerConfig",
+    "Score",
     "__version__",
     "build_engine",
     "load_model",

@@ -81,7 +81,7 @@ def build_engine(config: EngineConfig, loaded: LoadedModel) -> tuple[Engine, Sta
         _use_compilation_cache(config.compilation_cache_dir)
     begin = time.monotonic()
     max_model_len = _resolve_max_model_len(config, loaded.config)
-    shapes, explanation = _choose_shapes(config, loaded.config, max_model_len)
+    shapes, explanation = _choose_shapes(config, loaded, max_model_len)
     model = shapes.model
     given = loaded.params.result() if isinstance(loaded.params, Future) else loaded.params
     params = put_params(given, model.abstract_params, pack=model.packs)
@@ -117,7 +117,7 @@ def build_engine(config: EngineConfig, loaded: LoadedModel) -> tuple[Engine, Sta
             costs=executor.costs,
             buckets=shapes.buckets,
         ),
-        vocab_size=loaded.config.vocab_size,
+        vocab_size=shapes.num_ids,
         max_model_len=max_model_len,
         eos_token_ids=loaded.eos_token_ids,
         seed=config.seed,
@@ -129,9 +129,10 @@ def build_engine(config: EngineConfig, loaded: LoadedModel) -> tuple[Engine, Sta
 
 
 def _choose_shapes(
-    config: EngineConfig, model: ModelConfig, max_model_len: int
+    config: EngineConfig, loaded: LoadedModel, max_model_len: int
 ) -> tuple[StepShapes, str]:
     """(what will be compiled, but for the size of the pool; why that attention backend)."""
+    model = loaded.config
     dtype = resolve_dtype(config.dtype)
     kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, dtype)
     buckets = _resolve_buckets(config.scheduler, max_model_len)
@@ -154,6 +155,9 @@ def _choose_shapes(
         dtype=dtype,
         kv_dtype=kv_dtype,
         layers_per_program=layers_per_program(model.num_layers),
+        num_token_ids=None
+        if loaded.tokenizer is None
+        else loaded.tokenizer.end_of_ids(model.vocab_size),
     )
     return shapes, explanation
 
@@ -162,8 +166,9 @@ def _log_choices(
     explanation: str, max_model_len: int, shapes: StepShapes, pool: PoolSize, num_host_pages: int
 ) -> None:
     """What was chosen, in one line."""
+    padding = shapes.model.config.vocab_size - shapes.num_ids
     _LOG.info(
-        "%s, dtype %s, kv_cache_dtype %s, max_model_len %d, %d KV pages of %d tokens (%.2f GiB, by %s)%s",
+        "%s, dtype %s, kv_cache_dtype %s, max_model_len %d, %d KV pages of %d tokens (%.2f GiB, by %s)%s%s",
         explanation,
         jnp.dtype(shapes.dtype).name,
         shapes.kv_cache_dtype,
@@ -173,6 +178,7 @@ def _log_choices(
         pool.num_bytes / 2**30,
         pool.reason,
         f", {num_host_pages} in host RAM" if num_host_pages else "",
+        f", {padding} ids of the vocabulary are padding" if padding else "",
     )
 
 

@@ -8,7 +8,6 @@ in the same place. The steps themselves stand in `step_loop`, what a request mak
 `jaxserve.groups`.
 """
 
-import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -16,12 +15,13 @@ from collections.abc import Sequence as Several
 
 from jaxserve.errors import ConfigError, InvalidRequestError, shown
 from jaxserve.executor import Executor
+from jaxserve.groups.branch import branch_grammar, branch_request
 from jaxserve.groups.group import Group
 from jaxserve.groups.limits import Limits
-from jaxserve.groups.make import Watchers, make_group
+from jaxserve.groups.make import Grammars, Watchers, make_group
 from jaxserve.groups.outbox import Outbox, count_tokens
 from jaxserve.request import Request, RequestOutput, as_token_ids
-from jaxserve.sampling_params import SamplingParams, plain, require, require_within
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.schedule.observer import StepObserver
 from jaxserve.schedule.plan import StepResult
 from jaxserve.schedule.scheduler import Scheduler
@@ -71,6 +71,7 @@ class Engine:
             observers=self.observers,
             clock=clock,
             async_scheduling=async_scheduling,
+            vocab_size=vocab_size,
         )
         self._seed = seed
         self._groups: dict[str, Group] = {}
@@ -82,7 +83,7 @@ class Engine:
         self._num_prompt_tokens = 0
         self._num_output_tokens = 0
 
-    def add(self, request: Request, watcher: Watchers = None) -> None:
+    def add(self, request: Request, watcher: Watchers = None, grammar: Grammars = None) -> None:
         """Queues a request.
 
         Args:
@@ -91,13 +92,14 @@ class Engine:
                 to both.
             watcher: makes text of its ids, one per choice; without one its outputs carry ids only
                 and stop strings are refused. A beam search takes none.
+            grammar: what its structured_outputs demands, one per choice, each at its beginning.
 
         Raises:
             InvalidRequestError: the request is at fault; nothing was taken for it.
         """
         with self._alone("add"):
             self._recover()
-            self._add(request, watcher)
+            self._add(request, watcher, grammar)
 
     def fork(
         self,
@@ -108,6 +110,7 @@ class Engine:
         append_token_ids: Several[int] = (),
         sampling_params: SamplingParams | None = None,
         watcher: Watchers = None,
+        grammar: Grammars = None,
         hold: bool = False,
         index: int = 0,
     ) -> None:
@@ -124,8 +127,10 @@ class Engine:
             num_tokens: how many of its tokens, prompt included, the new prompt begins with; None =
                 all so far (of one that has ended: all that were released).
             append_token_ids: what follows them in the new prompt.
-            sampling_params: None = the other's, but for n (1) and the seed (one of its own).
-            watcher: as in `add`.
+            sampling_params: None = the other's, but for n (1), the seed (one of its own) and
+                prompt_logprobs (none).
+            watcher, grammar: as in `add`. With the other's sampling_params it goes on with the other's
+                grammar, from where it branches off.
             hold: as in `Request`.
             index: which choice of the other request.
 
@@ -143,32 +148,18 @@ class Engine:
                     f"request {shown(request_id)} is neither in flight nor held", param="id"
                 )
             parent, known = group.branch_point(index)
-            num_shared: int = len(known) if num_tokens is None else plain(num_tokens)
-            require_within("num_tokens", num_shared, 1, len(known))
-            is_list = not isinstance(append_token_ids, str | bytes | dict)
-            require(
-                is_list and isinstance(append_token_ids, Iterable),
-                "append_token_ids",
-                append_token_ids,
-                "a list of token ids",
+            request, num_shared = branch_request(
+                group.request, new_id, known, num_tokens, append_token_ids, sampling_params, hold
             )
-            old = group.request
-            request = Request(
-                id=new_id,
-                prompt_token_ids=[*known[:num_shared], *append_token_ids],
-                sampling_params=dataclasses.replace(old.sampling_params, seed=None, n=1)
-                if sampling_params is None
-                else sampling_params,
-                priority=old.priority,
-                cache_salt=old.cache_salt,
-                hold=hold,
-            )
-            self._add(request, watcher, parent, num_shared)
+            if sampling_params is None and grammar is None:
+                grammar = branch_grammar(parent, request, num_shared)
+            self._add(request, watcher, grammar, parent, num_shared)
 
     def _add(
         self,
         request: Request,
         watcher: Watchers,
+        grammar: Grammars,
         parent: Sequence | None = None,
         num_tokens: int = 0,
     ) -> None:
@@ -186,6 +177,7 @@ class Engine:
             prompt,
             max_tokens,
             watcher,
+            grammar,
             arrival=self._num_added,
             engine_seed=self._seed,
             eos_token_ids=self.eos_token_ids,

@@ -70,3 +70,9 @@ class InvalidRequestError(RequestError, ValueError):
 
 class NonFiniteError(RequestError):
     """The model computed something that is no finite number; the request is not at fault."""
+
+
+class ConstraintError(RequestError):
+    """Nothing can follow what a sequence has said; only its request ends, with `param` as the stop_reason
+    of its finish_reason "error".
+    """

@@ -8,11 +8,23 @@ runs.
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from jaxserve.schedule.batch import DeviceBatch, SampledTokens
 
 
 class StepHandle(Protocol):
     """A step under way."""
+
+    def give_masks(self, masks: np.ndarray) -> None:
+        """Lets a step go on whose batch awaits masks; once, and before the next step is submitted or
+        this one's result asked for.
+
+        Args:
+            masks: u32[num_rows, W], W = ceil(vocabulary / 32): bit i % 32 of word i // 32 is set where
+                the row may sample token i.
+        """
+        ...
 
     def result(self) -> SampledTokens:
         """Waits for the step and returns what it sampled."""
@@ -55,7 +67,8 @@ class Executor(Protocol):
     def submit(self, batch: DeviceBatch) -> StepHandle:
         """Starts a step: its page moves out, copies and moves in, then the batch itself, num_steps
         times. The batch before may still be computed: its tokens are read on the device where
-        token_ids name its rows. The arrays are read-only from here on."""
+        token_ids name its rows. The arrays are read-only from here on. Of a batch that awaits masks
+        the layers start, and the rest with `give_masks`."""
         ...
 
     def update_params(self, params: object) -> None:

@@ -1,8 +1,7 @@
 """`LLM`: the batch and notebook face. Text or token ids in, `RequestOutput`s out.
 
     llm = LLM("checkpoints/smollm2-135m-instruct")
-    print(llm.generate(["The capital of France is"],
-    SamplingParams(max_tokens=64))[0].outputs[0].text)
+    print(llm.generate("The capital of France is", SamplingParams(max_tokens=64))[0].outputs[0].text)
 
 It owns a tokenizer and an `Engine`; `add` and `step` are the same loop in the open, for callers
 (the CLI) that feed and drain at their own pace.
@@ -11,23 +10,33 @@ It owns a tokenizer and an `Engine`; `add` and `step` are the same loop in the o
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from numbers import Integral
 from typing import TYPE_CHECKING
 
 from jaxserve.config import EngineConfig
+from jaxserve.echo import with_prompt, with_prompts_first
 from jaxserve.engine import Engine
 from jaxserve.errors import InvalidRequestError, shown
+from jaxserve.generation_config import sampling_defaults
+from jaxserve.llm_arguments import (
+    Message,
+    Prompt,
+    Tool,
+    as_conversations,
+    as_prompts,
+    one_per_prompt,
+)
 from jaxserve.request import CacheSalt, Request, RequestOutput, merge_outputs
 from jaxserve.sampling_params import BeamParams, SamplingParams
+from jaxserve.score import Score, score_of, score_request, starts_of
+from jaxserve.structured_outputs import StructuredOutputs
+from jaxserve.text.bad_words import bad_word_ids
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.text.watcher import StopWatcher, TokenWatcher
 from jaxserve.weights.load_model import load_model
 
 if TYPE_CHECKING:
     from jaxserve.build import StartupTimes
-
-Prompt = str | Sequence[int]
-Message = dict[str, object]
+    from jaxserve.constraints.grammar import GrammarCompiler, GrammarConstraint
 
 
 class LLM:
@@ -35,23 +44,31 @@ class LLM:
 
     Args:
         model: a checkpoint directory, a GGUF file, or a name that `jaxserve fetch` made.
+        generation_config: "auto" takes `default_sampling_params` from the checkpoint's
+            generation_config.json, "none" takes those of `SamplingParams`.
         options: any field of `EngineConfig`, `CacheConfig` or `SchedulerConfig`, by its flat name.
 
     Raises:
         ConfigError: an option is unknown, out of range, or cannot be served by this model or
             backend.
-        CheckpointError: the model cannot be loaded.
+        CheckpointError: the model cannot be loaded, or its generation_config.json holds a value that
+            no request could have.
     """
 
-    def __init__(self, model: str, **options: object):
+    def __init__(self, model: str, *, generation_config: str = "auto", **options: object):
         config = EngineConfig.from_options(options)
         loaded = load_model(model, config, wait=False)
+        #: What a prompt without sampling params is decoded with.
+        self.default_sampling_params = SamplingParams(
+            **sampling_defaults(loaded.generation_config, generation_config)
+        )
         from jaxserve.build import build_engine  # half a second of imports, while weights are read
 
         self.engine: Engine
         self.startup: StartupTimes
         self.engine, self.startup = build_engine(config, loaded)
         self._tokenizer = loaded.tokenizer
+        self._compiler: GrammarCompiler | None = None
         self._num_added = 0
         # Several callers may drive the one engine in turn (a generate inside a stream's loop): what a
         # step releases goes to the inbox of the caller that waits for it, else to whoever calls `step`.
@@ -77,9 +94,25 @@ class LLM:
         """
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a conversation through the chat template, ready for the assistant's turn."""
-        return self.tokenizer.encode_chat(messages)
+    def encode_chat(
+        self, messages: Sequence[Message], tools: Sequence[Tool] | None = None
+    ) -> list[int]:
+        """Token ids of a conversation through the chat template, ready for the assistant's turn.
+
+        Args:
+            messages: the conversation.
+            tools: functions that the model may call, as OpenAI describes them; None = none.
+
+        Raises:
+            InvalidRequestError: they are malformed, or the template refused them.
+        """
+        return self.tokenizer.encode_chat(messages, tools=tools)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids; empty without a tokenizer."""
+        if self._tokenizer is None:
+            return ""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def add(
         self,
@@ -90,7 +123,7 @@ class LLM:
         priority: int = 0,
         cache_salt: str | CacheSalt | None = None,
     ) -> None:
-        """Queues one request; its outputs come out of `step`.
+        """Queues one request; its outputs come out of `step`, without its prompt whatever `echo` says.
 
         Args:
             request_id: unique among those in flight.
@@ -104,12 +137,20 @@ class LLM:
         request = Request(
             id=request_id,
             prompt_token_ids=prompt_token_ids,
-            sampling_params=params,
+            sampling_params=self._with_ids(params),
             priority=priority,
             cache_salt=cache_salt,
         )
-        self.engine.add(request, self._watchers(params))
+        self.engine.add(request, self._watchers(params), self._grammars(params))
         self._num_added += 1
+
+    def _with_ids(self, params: SamplingParams) -> SamplingParams:
+        """Params whose bad words are token ids."""
+        if self._tokenizer is None or not isinstance(params, SamplingParams):
+            return params  # the engine refuses texts by name
+        if not any(isinstance(word, str) for word in params.bad_words):
+            return params
+        return replace(params, bad_words=bad_word_ids(self._tokenizer, params.bad_words))
 
     def _watchers(self, params: SamplingParams) -> list[TokenWatcher] | None:
         """One for each choice."""
@@ -121,9 +162,25 @@ class LLM:
                 stop=params.stop,
                 include_stop_str_in_output=params.include_stop_str_in_output,
                 skip_special_tokens=params.skip_special_tokens,
+                min_tokens=params.min_tokens,
             )
             for _ in range(params.n)
         ]
+
+    def _grammars(self, params: SamplingParams) -> list["GrammarConstraint"] | None:
+        """One for each choice, of a request that asks for structured outputs."""
+        if self._tokenizer is None or params.structured_outputs is None:
+            return None  # without a tokenizer the engine refuses them by name
+        if self._compiler is None:
+            from jaxserve.constraints.grammar import GrammarCompiler  # for those who ask for them
+
+            self._compiler = GrammarCompiler(
+                self._tokenizer.to_json(),
+                end_ids=self.engine.eos_token_ids,
+                vocab_size=self.engine.vocab_size,
+            )
+        wanted = StructuredOutputs.from_value(params.structured_outputs)
+        return [self._compiler.constraint(wanted) for _ in range(params.n)]
 
     def has_work(self) -> bool:
         """Whether `step` has something to do or to hand out."""
@@ -159,16 +216,18 @@ class LLM:
 
         Args:
             prompts: one prompt or many; each a text or a list of token ids.
-            sampling_params: one for all, or one per prompt; None = the defaults.
+            sampling_params: one for all, or one per prompt. None = `default_sampling_params`, what the
+                checkpoint recommends; `SamplingParams()` is just that, its fields' own defaults.
 
         Returns:
-            One whole `RequestOutput` per prompt, in order; each with all of its choices.
+            One whole `RequestOutput` per prompt, in order; each with all of its choices. With `echo`
+            the text and ids of each begin with the prompt's.
 
         Raises:
             InvalidRequestError: a prompt or its parameters are at fault; none of the prompts is
                 run.
         """
-        return self._run([self.encode(p) for p in _as_prompts(prompts)], sampling_params)
+        return self._run([self.encode(p) for p in as_prompts(prompts)], sampling_params)
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamParams
@@ -192,29 +251,70 @@ class LLM:
             )
         requests = [
             Request(id=self._new_id(i), prompt_token_ids=self.encode(prompt), beam=params)
-            for i, prompt in enumerate(_as_prompts(prompts))
+            for i, prompt in enumerate(as_prompts(prompts))
         ]
         outputs = self._finish([(request, None) for request in requests])
         return [self._with_texts(output, params) for output in outputs]
+
+    def score(
+        self, prompts: Prompt | Sequence[Prompt], *, start: int | Sequence[int] = 0
+    ) -> list[Score]:
+        """How likely given texts or token ids are: natural-log probabilities under the raw logits.
+
+        Args:
+            prompts: one prompt or many; each a text or a list of token ids.
+            start: the first position to score, in tokens; one for all, or one per prompt. What lies
+                before it is only context, and comes from the prefix cache where it is there: put
+                the shared context first and several continuations behind it.
+
+        Returns:
+            One `Score` per prompt, in order.
+
+        Raises:
+            InvalidRequestError: a prompt or its start is at fault; none of them is run.
+            NonFiniteError: the model computed something that is no finite number.
+        """
+        several = [self.encode(p) for p in as_prompts(prompts)]
+        starts = starts_of(start, len(several))
+        requests = [
+            score_request(self._new_id(i), ids, begin)
+            for i, (ids, begin) in enumerate(zip(several, starts, strict=True))
+        ]
+        outputs = self._finish([(request, None) for request in requests])
+        return list(map(score_of, requests, outputs))
 
     def _with_texts(self, output: RequestOutput, params: BeamParams) -> RequestOutput:
         if self._tokenizer is None:
             return output
         skip = params.skip_special_tokens
-        completions = [
-            replace(one, text=self._tokenizer.decode(one.token_ids, skip_special_tokens=skip))
-            for one in output.outputs
-        ]
+        completions = []
+        for (
+            one
+        ) in output.outputs:  # as without beams, the token that ended it is no part of the text
+            shown_ids = one.token_ids[:-1] if one.finish_reason == "stop" else one.token_ids
+            completions.append(replace(one, text=self.decode(shown_ids, skip_special_tokens=skip)))
         return replace(output, outputs=completions)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Tool] | None = None,
     ) -> list[RequestOutput]:
-        """As `generate`, for one conversation or several, each a list of `{"role", "content"}`."""
-        conversations = _as_conversations(messages)
-        return self._run([self.encode_chat(m) for m in conversations], sampling_params)
+        """As `generate`, for one conversation or several, each a list of `{"role", "content"}`.
+
+        Args:
+            messages: one conversation or several.
+            sampling_params: as in `generate`.
+            tools: functions that the model may call, for all of them; see `encode_chat`.
+
+        Raises:
+            InvalidRequestError: a conversation or the tools are malformed or refused by the chat
+                template, or the parameters are at fault; nothing is run.
+        """
+        conversations = as_conversations(messages)
+        return self._run([self.encode_chat(m, tools) for m in conversations], sampling_params)
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
@@ -222,15 +322,22 @@ class LLM:
         """Runs one prompt and yields what it releases, step by step: of each choice that has news,
         by its index, what came since the last time.
 
-        Leaving the loop early aborts it.
+        Leaving the loop early aborts it. With `echo` the first part of each choice begins with the
+        prompt.
         """
-        params = sampling_params or SamplingParams()
+        params = self.default_sampling_params if sampling_params is None else sampling_params
+        prompt_token_ids = self.encode(prompt)
         request = Request(
-            id=self._new_id(), prompt_token_ids=self.encode(prompt), sampling_params=params
+            id=self._new_id(),
+            prompt_token_ids=prompt_token_ids,
+            sampling_params=self._with_ids(params),
         )
         self._open(request, self._watchers(params))
+        outputs = self._outputs(request.id)
+        if params.echo:
+            outputs = with_prompts_first(outputs, prompt_token_ids, self._prompt_text(request))
         try:
-            yield from self._outputs(request.id)
+            yield from outputs
         finally:
             self._forget(request.id)
 
@@ -239,7 +346,7 @@ class LLM:
 
     def _open(self, request: Request, watchers: list[TokenWatcher] | None) -> None:
         """Queues a request whose outputs go to an inbox of its own."""
-        self.engine.add(request, watchers)
+        self.engine.add(request, watchers, self._grammars(request.sampling_params))
         self._num_added += 1
         self._inboxes[request.id] = deque()
 
@@ -253,16 +360,27 @@ class LLM:
         prompts: list[list[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[RequestOutput]:
-        params = _one_per_prompt(sampling_params, len(prompts))
-        return self._finish(
-            [
-                (
-                    Request(id=self._new_id(i), prompt_token_ids=token_ids, sampling_params=one),
-                    self._watchers(one),
-                )
-                for i, (token_ids, one) in enumerate(zip(prompts, params, strict=True))
-            ]
-        )
+        params = one_per_prompt(sampling_params, len(prompts), self.default_sampling_params)
+        requests = [
+            Request(
+                id=self._new_id(i),
+                prompt_token_ids=token_ids,
+                sampling_params=self._with_ids(one),
+            )
+            for i, (token_ids, one) in enumerate(zip(prompts, params, strict=True))
+        ]
+        watchers = map(self._watchers, params)
+        outputs = self._finish(list(zip(requests, watchers, strict=True)))
+        return [
+            with_prompt(output, request.prompt_token_ids, self._prompt_text(request))
+            if request.sampling_params.echo
+            else output
+            for request, output in zip(requests, outputs, strict=True)
+        ]
+
+    def _prompt_text(self, request: Request) -> str:
+        skip = request.sampling_params.skip_special_tokens
+        return self.decode(request.prompt_token_ids, skip_special_tokens=skip)
 
     def _finish(
         self, requests: list[tuple[Request, list[TokenWatcher] | None]]
@@ -277,62 +395,3 @@ class LLM:
         finally:  # a bad prompt or Ctrl-C: the others must not stay behind in the engine
             for request_id in added:
                 self._forget(request_id)
-
-
-def _as_prompts(prompts: object) -> list[Prompt]:
-    """One prompt or many, as a list.
-
-    Raises:
-        InvalidRequestError: neither; names the element at fault.
-    """
-    if isinstance(prompts, str):
-        return [prompts]
-    if not _is_sequence(prompts):
-        raise InvalidRequestError(
-            "prompts must be a text, a list of token ids, or a list of these, "
-            f"got {shown(prompts)}",
-            param="prompt",
-        )
-    several = list(prompts)  # type: ignore[call-overload]
-    if several and isinstance(several[0], Integral):
-        return [several]  # the ids of one prompt; the engine checks them one by one
-    for number, one in enumerate(several):
-        if not isinstance(one, str) and not _is_sequence(one):
-            raise InvalidRequestError(
-                f"prompts[{number}] must be a text or a list of token ids, got {shown(one)}",
-                param="prompt",
-            )
-    return several
-
-
-def _as_conversations(messages: object) -> list[Sequence[Message]]:
-    """One conversation or several, as a list; what is in them is checked by the template."""
-    if not isinstance(messages, list | tuple):
-        raise InvalidRequestError(
-            f"messages must be a list of messages, got {shown(messages)}", param="messages"
-        )
-    several = bool(messages) and all(isinstance(m, list | tuple) for m in messages)
-    return list(messages) if several else [messages]
-
-
-def _is_sequence(value: object) -> bool:
-    """A list or tuple, or an array of at least one dimension."""
-    return isinstance(value, list | tuple) or bool(getattr(value, "ndim", 0))
-
-
-def _one_per_prompt(params: object, num_prompts: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * num_prompts
-    if not isinstance(params, list | tuple) or not all(
-        isinstance(one, SamplingParams) for one in params
-    ):
-        raise InvalidRequestError(
-            f"sampling_params must be SamplingParams, or a list of them, got {shown(params)}",
-            param="sampling_params",
-        )
-    if len(params) != num_prompts:
-        raise InvalidRequestError(
-            f"sampling_params must be one, or one per prompt: got {len(params)} for {num_prompts}",
-            param="sampling_params",
-        )
-    return list(params)

@@ -10,7 +10,8 @@ from numbers import Integral
 from typing import NamedTuple
 
 from jaxserve.errors import InvalidRequestError, shown
-from jaxserve.sampling_params import BeamParams, SamplingParams, is_int, plain, require
+from jaxserve.field_checks import is_int, plain, require
+from jaxserve.sampling_params import BeamParams, SamplingParams
 
 
 def as_token_ids(prompt: object) -> tuple[int, ...]:
@@ -49,6 +50,20 @@ class CacheSalt(NamedTuple):
     value: str
 
 
+class PromptLogprob(NamedTuple):
+    """How likely a token of a prompt was after those before it.
+
+    Args:
+        logprob: natural log of its probability under the model's raw logits, in f32; at least -9999.
+        top: (token id, natural-log probability) of the likeliest tokens there, best first.
+        rank: its place among all tokens; 1 = none was likelier.
+    """
+
+    logprob: float
+    top: list[tuple[int, float]]
+    rank: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """One prompt on its way into the engine.
@@ -63,6 +78,9 @@ class Request:
             tagged as the request's own; a `CacheSalt` carries the kind of its source, so that a
             salt made by a server never equals one chosen by a client.
         hold: keep its pages when it ends by itself, for `Engine.fork`, until `Engine.abort`.
+        prompt_logprobs_start: with sampling_params.prompt_logprobs, the first position of the prompt
+            that is scored; those before it have no entry but None, and may come from the prefix
+            cache. 0 = all of the prompt.
         beam: decode it by beam search instead; `sampling_params` is then made from it and must not
             be given, nor hold.
 
@@ -76,6 +94,7 @@ class Request:
     priority: int = 0
     cache_salt: "str | CacheSalt | None" = None
     hold: bool = False
+    prompt_logprobs_start: int = 0
     beam: BeamParams | None = None
 
     def __post_init__(self) -> None:
@@ -97,8 +116,19 @@ class Request:
                 "keep",
                 param="hold",
             )
+        self._check_start()
         if self.beam is not None:
             self._check_beam(self.beam)
+
+    def _check_start(self) -> None:
+        name, start = "prompt_logprobs_start", plain(self.prompt_logprobs_start)
+        require(is_int(start) and start >= 0, name, start, "an integer >= 0")
+        if start and self.sampling_params.prompt_logprobs is None:
+            raise InvalidRequestError(
+                f"{name} says where prompt_logprobs begin, and none are asked for; got {shown(start)}",
+                param=name,
+            )
+        object.__setattr__(self, name, start)
 
     def _check_salt(self, salt: object) -> None:
         text = "a text of at least one character"
@@ -141,7 +171,9 @@ class CompletionOutput:
         text: released text; empty when the request runs without a tokenizer.
         token_ids: released ids, cut where the text is cut; an end-of-sequence id is kept as the
             last one.
-        logprobs: f32 natural logs, one per id, or None when not asked for.
+        logprobs: natural logs in f32, one per id, or None when not asked for; at least -9999.
+        top_logprobs: per id the likeliest tokens there as (token id, natural-log probability), best
+            first; the id itself need not be among them. None when not asked for.
         finish_reason: None while running; at the end "stop", "length", "abort", or "error" when the
             model computed something that is no finite number.
         stop_reason: the stop string or stop token id that ended it, "non_finite_logits" for an
@@ -156,6 +188,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     score: float | None = None
+    top_logprobs: list[list[tuple[int, float]]] | None = None
 
 
 # Not frozen: a step makes one of each per sequence, and freezing makes that three times as dear.
@@ -171,6 +204,9 @@ class RequestOutput:
         num_cached_tokens: prompt tokens whose KV was there already when the prompt was first
             scheduled.
         finished: every choice has ended, and nothing of the request is to come.
+        prompt_logprobs: one entry per token of the prompt, None for the first one and for those
+            before `Request.prompt_logprobs_start`. The same list in every output from the first one
+            on; None when not asked for, or when the request ended before all of them were known.
     """
 
     request_id: str
@@ -178,6 +214,7 @@ class RequestOutput:
     num_prompt_tokens: int
     num_cached_tokens: int
     finished: bool
+    prompt_logprobs: list[PromptLogprob | None] | None = None
 
 
 def merge_outputs(parts: Sequence[RequestOutput]) -> RequestOutput:
@@ -193,6 +230,7 @@ def merge_outputs(parts: Sequence[RequestOutput]) -> RequestOutput:
         num_prompt_tokens=last.num_prompt_tokens,
         num_cached_tokens=last.num_cached_tokens,
         finished=last.finished,
+        prompt_logprobs=last.prompt_logprobs,
     )
 
 
@@ -201,7 +239,7 @@ def merge_completions(pieces: Sequence[CompletionOutput]) -> CompletionOutput:
     last = pieces[-1]
     if len(pieces) == 1:  # as after almost every step
         return last
-    has_logprobs = last.logprobs is not None
+    has_logprobs, has_top = last.logprobs is not None, last.top_logprobs is not None
     return CompletionOutput(
         index=last.index,
         text="".join(p.text for p in pieces),
@@ -210,4 +248,5 @@ def merge_completions(pieces: Sequence[CompletionOutput]) -> CompletionOutput:
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
         score=last.score,
+        top_logprobs=[x for p in pieces for x in p.top_logprobs or ()] if has_top else None,
     )

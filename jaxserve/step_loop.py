@@ -5,24 +5,30 @@
 
 Owned by the engine. With `async_scheduling` the next step is planned and sent before the last one's
 result is known: each sequence goes on with a token that only the device has seen yet, so the device
-never waits for the host. What a step hands out, and in which order, is the same either way; a
-sequence that turns out to have ended is computed once more for nothing.
+never waits for the host. Where tokens have to keep to constraints, the device runs the layers of a step
+meanwhile and awaits the masks, which are made as soon as the tokens before are known. What a step hands
+out, and in which order, is the same either way; a sequence that turns out to have ended is computed once
+more for nothing.
 
 Invariant: at most one step is under way between two calls; `forget` and `drain` leave none.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from jaxserve.executor import Executor, StepHandle
 from jaxserve.schedule.batch import DeviceBatch
 from jaxserve.schedule.batch_builder import BatchBuilder
+from jaxserve.schedule.masks import make_masks, without
 from jaxserve.schedule.observer import StepObserver, StepRecord
 from jaxserve.schedule.plan import StepPlan, StepResult
 from jaxserve.schedule.scheduler import Scheduler
+from jaxserve.schedule.sequence import Sequence
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class StepUnderWay:
     """A step that was sent and whose result is not known yet.
 
@@ -30,12 +36,16 @@ class StepUnderWay:
         plan, batch: what was sent.
         handle: gives its result.
         sent_s: when, by the clock.
+        masks: what it was told that its rows may sample, u32[num_rows, W]; None where nobody asks.
+        stuck: sequences with nothing that their rows may sample: they fail with this step.
     """
 
     plan: StepPlan
     batch: DeviceBatch
     handle: StepHandle
     sent_s: float
+    masks: np.ndarray | None = None
+    stuck: list[Sequence] = field(default_factory=list)
 
 
 class StepLoop:
@@ -48,6 +58,7 @@ class StepLoop:
         observers: look on at every step; may be added to at any time.
         clock: seconds.
         async_scheduling: plan and send a step before the last one's result is known.
+        vocab_size: ids in [0, vocab_size) may be sampled.
     """
 
     def __init__(
@@ -59,6 +70,7 @@ class StepLoop:
         observers: list[StepObserver],
         clock: Callable[[], float],
         async_scheduling: bool,
+        vocab_size: int,
     ):
         self.executor = executor
         self.scheduler = scheduler
@@ -66,15 +78,19 @@ class StepLoop:
         self.async_scheduling = async_scheduling
         self._take_in = take_in
         self._clock = clock
+        self._vocab_size = vocab_size
         self.build_batch = BatchBuilder(scheduler.buckets, scheduler.kv.max_pages_per_seq)
         self._under_way: StepUnderWay | None = None
         self._last_done_s = 0.0
 
     def step(self) -> None:
         """Finishes one step, and sends the next one first where that is possible."""
-        current = self._under_way or self._send_next()
+        current = self._under_way
         if current is None:
-            return
+            current = self._send_next()
+            if current is None:
+                return
+            self._give_masks(current)
         may_run_ahead = self.async_scheduling and not current.plan.is_awaited
         following = self._send_next() if may_run_ahead else None
         self._finish(current, following)
@@ -89,6 +105,7 @@ class StepLoop:
     def forget(self) -> None:
         """Wants no result any more: what was sent is void."""
         self._under_way = None
+        self.build_batch.forget()
 
     def _send_next(self) -> StepUnderWay | None:
         plan = self.scheduler.schedule()
@@ -99,6 +116,12 @@ class StepLoop:
         handle = self.executor.submit(batch)
         return StepUnderWay(plan=plan, batch=batch, handle=handle, sent_s=sent_s)
 
+    def _give_masks(self, step: StepUnderWay) -> None:
+        """Lets a step go on that awaits masks: the tokens before it are known now."""
+        if step.batch.awaits_masks:
+            step.masks, step.stuck = make_masks(step.plan, self._vocab_size)
+            step.handle.give_masks(step.masks)
+
     def _finish(self, step: StepUnderWay, following: StepUnderWay | None) -> None:
         # Of a step whose sequences have all ended nobody may have asked for long: the engine was idle.
         is_void = step.plan.is_void
@@ -107,12 +130,14 @@ class StepLoop:
         now_s = self._clock()
         seconds = now_s - begin_s
         self._last_done_s = now_s
-        result = self.scheduler.update(step.plan, sampled)
+        result = self.scheduler.update(step.plan, without(step.stuck, step.plan, sampled))
         self._take_in(result)
+        if following is not None:
+            self._give_masks(following)
         if not is_void:
             self.scheduler.observe_step(step.plan, seconds)
         next_plan = None if following is None else following.plan
         for observer in self._observers:
             observer.step_done(
-                StepRecord(step.plan, step.batch, sampled, result, seconds, next_plan)
+                StepRecord(step.plan, step.batch, sampled, result, seconds, next_plan, step.masks)
             )

@@ -5,17 +5,19 @@ used twice or a row built wrongly changes the output or trips an assertion.
 """
 
 import dataclasses
+import functools
 import hashlib
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
 from jaxserve.config import CacheConfig, SchedulerConfig
+from jaxserve.constraints.constraint import allows
 from jaxserve.engine import Engine
 from jaxserve.executor import StepCosts
-from jaxserve.sampling_params import BeamParams
-from jaxserve.schedule.batch import DeviceBatch, SampledTokens
+from jaxserve.sampling_params import BeamParams, SamplingParams
+from jaxserve.schedule.batch import DeviceBatch, SampledTokens, TokenScores
 from jaxserve.schedule.beam import BeamSearch, path_tokens
 from jaxserve.schedule.build import build_scheduler
 from jaxserve.schedule.sequence import Candidates
@@ -38,6 +40,16 @@ def fake_candidates(context: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     ids = (best + 7 * np.arange(NUM_CANDIDATES, dtype=np.int32)) % VOCAB_SIZE
     spread = 0.1 + best % 5 / 4
     return ids, np.float32(-1) - np.float32(spread) * np.arange(NUM_CANDIDATES, dtype=np.float32)
+
+
+def fake_score(context: Sequence[int], token_id: int) -> tuple[float, int]:
+    """(logprob, rank) of a token after a context: any change of the context changes both."""
+    drawn = next_token([*context, token_id])
+    return -0.5 - drawn / 100, 1 + drawn
+
+
+def _one_behind_the_other(a: np.ndarray | None, b: np.ndarray | None) -> np.ndarray | None:
+    return None if a is None or b is None else np.concatenate([a, b], axis=1)
 
 
 def expected_tokens(prompt: Sequence[int], num_tokens: int, seed: int | None = None) -> list[int]:
@@ -68,11 +80,44 @@ def expected_beams(
     return [(path_tokens(h.path)[0], h.score, h.finish_reason) for h in search.hypotheses]
 
 
+def add_counts(context: Sequence[int], counts: np.ndarray, options: Sequence[float]) -> list[int]:
+    """A context that a fake token with penalties depends on: the counts of all tokens said before,
+    and the penalties."""
+    said = np.flatnonzero(counts)
+    return [*context, *said, *counts[said], *(round(1000 * one) for one in options)]
+
+
+def expected_penalised(
+    prompt: Sequence[int], num_tokens: int, params: SamplingParams, seed: int | None = None
+) -> list[int]:
+    """What a request with penalties must produce, from counts made anew for each token."""
+    output: list[int] = []
+    options = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+    for position in range(num_tokens):
+        counts = np.zeros(VOCAB_SIZE, np.int32)
+        counts[list(set(prompt))] = 1
+        np.add.at(counts, output, 2)
+        drawn = [] if seed is None else [seed >> 32, seed & 0xFFFFFFFF, position]
+        output.append(next_token([*add_counts([*prompt, *output], counts, options), *drawn]))
+    return output
+
+
 class FakeHandle:
-    def __init__(self, sampled: SampledTokens):
+    """A step that was run; of one that awaits masks, one that runs with `give_masks`."""
+
+    def __init__(
+        self, sampled: SampledTokens | None, run: Callable[..., SampledTokens] | None = None
+    ):
         self._sampled = sampled
+        self._run = run
+
+    def give_masks(self, masks: np.ndarray) -> None:
+        assert self._sampled is None, "a step that awaits no masks got some, or got them twice"
+        assert self._run is not None
+        self._sampled = self._run(masks)
 
     def result(self) -> SampledTokens:
+        assert self._sampled is not None, "a step awaits masks"
         return self._sampled
 
 
@@ -105,6 +150,7 @@ class FakeExecutor:
         self.weights = 0
         self.last_batch: DeviceBatch | None = None
         self._last_ids = np.zeros(0, np.int32)  # what the rows of the last batch sampled
+        self._counts: np.ndarray | None = None  # i32[S, V], once a batch has penalties
 
     @property
     def description(self) -> dict[str, object]:
@@ -126,6 +172,7 @@ class FakeExecutor:
         self.slots[:] = UNWRITTEN
         self.host_slots[:] = UNWRITTEN
         self._last_ids = np.zeros(0, np.int32)
+        self._counts = None
 
     def update_params(self, params: object) -> None:
         """The number by which every token of the context is shifted."""
@@ -134,7 +181,10 @@ class FakeExecutor:
 
     def submit(self, batch: DeviceBatch) -> FakeHandle:
         """Runs all steps of a batch at once; nobody sees what came of them before `result`."""
-        sampled = self._run(batch)
+        run = functools.partial(self._run, batch)
+        if batch.awaits_masks:
+            return FakeHandle(None, run)
+        sampled = run()
         while batch.num_steps > 1:
             batch = batch.following()
             more = self._run(batch)
@@ -144,10 +194,14 @@ class FakeExecutor:
                 logprobs=np.concatenate([sampled.logprobs, more.logprobs], axis=1),
                 num_tokens=sampled.num_tokens + more.num_tokens,
                 finite=sampled.finite & more.finite,
+                candidate_ids=_one_behind_the_other(sampled.candidate_ids, more.candidate_ids),
+                candidate_logprobs=_one_behind_the_other(
+                    sampled.candidate_logprobs, more.candidate_logprobs
+                ),
             )
-        return FakeHandle(sampled)
+        return FakeHandle(sampled, run)
 
-    def _run(self, batch: DeviceBatch) -> SampledTokens:
+    def _run(self, batch: DeviceBatch, masks: np.ndarray | None = None) -> SampledTokens:
         self.num_steps += 1
         batch = self._with_known_tokens(batch)
         self.last_batch = batch
@@ -171,7 +225,9 @@ class FakeExecutor:
             assert (context != UNWRITTEN).all(), "attention would read a slot that nobody wrote"
             contexts[int(batch.cu_q_lens[row + 1]) - 1] = context
         finite = [self.poison.isdisjoint(context.tolist()) for context in contexts.values()]
-        sampled = self._sample(batch, contexts, np.array(finite, bool))
+        sampled = self._sample(batch, contexts, np.array(finite, bool), masks)
+        if len(batch.score_rows):
+            sampled = dataclasses.replace(sampled, scores=self._score(batch, contexts))
         if batch.num_rows:
             self._last_ids = sampled.token_ids[:, 0]
         return sampled
@@ -214,9 +270,15 @@ class FakeExecutor:
             self.slots[pages, positions % self.page_size] = ids + self.weights
 
     def _sample(
-        self, batch: DeviceBatch, contexts: dict[int, np.ndarray], finite: np.ndarray
+        self,
+        batch: DeviceBatch,
+        contexts: dict[int, np.ndarray],
+        finite: np.ndarray,
+        masks: np.ndarray | None,
     ) -> SampledTokens:
         sampling = [contexts[t] for t in batch.logit_rows[: batch.num_rows].tolist()]
+        if batch.penalties is not None:
+            sampling = self._counted(batch, sampling)
         if self.draws:
             sampling = [
                 [*context, *batch.seeds[row].tolist(), batch.output_positions[row]]
@@ -227,14 +289,58 @@ class FakeExecutor:
         best = [fake_candidates(context) for context in sampling]
         ids = np.array([one[0] for one in best], np.int32).reshape(-1, NUM_CANDIDATES)
         logprobs = np.array([one[1] for one in best], np.float32).reshape(-1, NUM_CANDIDATES)
+        for row in range(len(ids) if masks is not None else 0):
+            steps = (int(ids[row, 0]) + np.arange(VOCAB_SIZE, dtype=np.int32)) % VOCAB_SIZE
+            ids[row, 0] = next(i for i in steps if allows(masks[row], int(i)))
+        if batch.penalties is not None:
+            assert self._counts is not None
+            slots = batch.penalties.slots[: len(ids)]
+            counted = slots < len(self._counts)
+            np.add.at(self._counts, (slots[counted], ids[counted, 0]), 2)
         return SampledTokens(
             token_ids=ids[:, :1],
             num_tokens=np.ones(len(ids), np.int32),
             logprobs=logprobs[:, :1],
             finite=finite,
-            candidate_ids=ids if batch.wants_candidates else None,
-            candidate_logprobs=logprobs if batch.wants_candidates else None,
+            candidate_ids=ids[:, None] if batch.wants_candidates else None,
+            candidate_logprobs=logprobs[:, None] if batch.wants_candidates else None,
         )
+
+    def _score(self, batch: DeviceBatch, contexts: dict[int, np.ndarray]) -> TokenScores:
+        """As `fake_score` says of each scored token and what attention would read before it."""
+        ends = sorted(contexts)  # of the rows, each by its last token
+        found, best = [], []
+        for token, target in zip(
+            batch.score_rows.tolist(), batch.score_targets.tolist(), strict=True
+        ):
+            end = ends[np.searchsorted(ends, token)]
+            context = contexts[end][: len(contexts[end]) - (end - token)]
+            found.append(fake_score(context, target))
+            best.append(fake_candidates(context))
+        return TokenScores(
+            logprobs=np.array([one[0] for one in found], np.float32),
+            ranks=np.array([one[1] for one in found], np.int32),
+            top_ids=np.array([one[0] for one in best]) if batch.wants_score_top else None,
+            top_logprobs=np.array([one[1] for one in best]) if batch.wants_score_top else None,
+        )
+
+    def _counted(self, batch: DeviceBatch, contexts: Sequence[Sequence[int]]) -> list:
+        """The contexts of rows with penalties, with what the table counts for them."""
+        if self._counts is None:
+            self._counts = np.full((len(batch.kv_lens), VOCAB_SIZE), 7, np.int32)  # never read
+        assert batch.penalties is not None
+        for load in batch.count_loads:
+            self._counts[load.slot] = 0
+            np.add.at(self._counts[load.slot], load.token_ids, load.amounts)
+        slots, *options = (column.tolist() for column in batch.penalties)
+        live = [slot for slot in slots[: len(contexts)] if slot < len(self._counts)]
+        assert len(set(live)) == len(live), "two rows are counted in one slot"
+        return [
+            add_counts(context, self._counts[slots[row]], [one[row] for one in options])
+            if slots[row] < len(self._counts)
+            else context
+            for row, context in enumerate(contexts)
+        ]
 
 
 def make_engine(

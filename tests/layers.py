@@ -2,14 +2,14 @@
 
     cli, __main__                                                              9
     server, cluster                                                            8
-    llm, async_engine, the package's own __init__                              7
+    llm, llm_arguments, async_engine, the package's own __init__               7
     build                                                                      6
     device, weights, plan.simulate                                             5
     engine, step_loop, groups                                                  4
     executor, schedule                                                         3
-    pages, text, model, sample                                                 2
-    plan.capacity, plan.roofline, model_config, sampling_params, request,
-    seeds, stats, config, errors                                               1
+    pages, text, constraints, model, sample                                    2
+    plan.capacity, plan.roofline, model_config, field_checks, sampling_params,
+    generation_config, request, echo, score, seeds, stats, config, errors      1
     pallas_kernels                                                             0
 
 Imports go down or stay on a level, never up, and never in a circle; an import inside a function
@@ -22,15 +22,21 @@ from collections.abc import Collection, Iterator, Mapping
 LEVELS = {
     "pallas_kernels": 0,
     "jaxserve.errors": 1,
+    "jaxserve.field_checks": 1,
     "jaxserve.config": 1,
     "jaxserve.request": 1,
     "jaxserve.sampling_params": 1,
+    "jaxserve.structured_outputs": 1,
+    "jaxserve.generation_config": 1,
+    "jaxserve.echo": 1,
+    "jaxserve.score": 1,
     "jaxserve.seeds": 1,
     "jaxserve.stats": 1,
     "jaxserve.model_config": 1,
     "jaxserve.plan": 1,
     "jaxserve.pages": 2,
     "jaxserve.text": 2,
+    "jaxserve.constraints": 2,
     "jaxserve.model": 2,
     "jaxserve.sample": 2,
     "jaxserve.executor": 3,
@@ -43,6 +49,7 @@ LEVELS = {
     "jaxserve.plan.simulate": 5,
     "jaxserve.build": 6,
     "jaxserve.llm": 7,
+    "jaxserve.llm_arguments": 7,
     "jaxserve.async_engine": 7,
     "jaxserve.server": 8,
     "jaxserve.cluster": 8,

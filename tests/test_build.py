@@ -174,7 +174,8 @@ def test_ladders_of_ones_own_are_compiled_and_no_more():
     (output,) = llm.generate([[3, 5, 9, 7, 2]], params)
     assert len(output.outputs[0].token_ids) == 3
     num_programs = llm.engine.executor.description["num_programs"]
-    assert num_programs == 3 * len(stats.token_buckets) + 2 + 2 + 1
+    # Of T, of R, what scores and what loads histories, page copies, pool and count table.
+    assert num_programs == 4 * len(stats.token_buckets) + 5 + 3 + 2 + 2
 
 
 def test_steps_that_cannot_be_are_not_compiled():

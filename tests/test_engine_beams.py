@@ -187,7 +187,7 @@ BAD_PARAMS = [
     ("early_stopping", None),
     ("stop_token_ids", [-1]),
     ("ignore_eos", 1),
-    ("logprobs", 5),
+    ("logprobs", 21),
 ]
 
 

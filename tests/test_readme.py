@@ -1,5 +1,5 @@
 """Every command and every Python block of the README runs, with the tiny model in place of the real one,
-and so do the jaxserve commands of docs/kernels.md.
+and so do those of docs/sampling.md and the jaxserve commands of docs/kernels.md.
 """
 
 import re
@@ -18,6 +18,7 @@ pytestmark = pytest.mark.timeout(240)
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 KERNELS = (ROOT / "docs" / "kernels.md").read_text()
+SAMPLING = (ROOT / "docs" / "sampling.md").read_text()
 SCRIPTS = {"scripts/quickstart", "scripts/test"}  # run by .ci/run
 FAST = [
     "--max_model_len=128",
@@ -43,7 +44,10 @@ def test_scripts_of_the_readme_are_what_ci_runs(repository):
     assert all(script in ci for script in named)
 
 
-@pytest.mark.parametrize("command", [c for c in commands() + commands(KERNELS) if c not in SCRIPTS])
+COMMANDS = [c for text in (README, KERNELS, SAMPLING) for c in commands(text) if c not in SCRIPTS]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_command(command, repository, tmp_path):
     program, *arguments = shlex.split(command)
     assert program == ".venv/bin/jaxserve"
@@ -71,12 +75,13 @@ def test_command(command, repository, tmp_path):
     assert (written.read_text() if written.exists() else done.stdout).strip()
 
 
-def test_python_blocks(repository, monkeypatch, capsys):
+@pytest.mark.parametrize("text", [README, SAMPLING], ids=["README", "sampling"])
+def test_python_blocks(text, repository, monkeypatch, capsys):
     """One after the other in one namespace, as in a notebook."""
     monkeypatch.chdir(repository)
     small = "max_num_batched_tokens=8, max_num_seqs=2, max_model_len=256, num_pages=40"
     names: dict[str, object] = {}
-    for block in blocks("python"):
+    for block in blocks("python", text):
         code = block.replace("checkpoints/smollm2-135m-instruct", str(TINY))
         code = re.sub(r'LLM\("(.*?)"\)', rf'LLM("\1", {small})', code)
         code = code.replace('{"max_num_seqs": 8}', f"dict({small})")

@@ -84,7 +84,8 @@ def _check_boolean(name: str, value: str, flag_values: flags.FlagValues) -> None
     try:
         flag.parser.parse(value)
     except ValueError:
-        raise UsageError(f"flag --{name}={value}: must be true or false") from None
+        wanted = flag.parser.syntactic_help or "true or false"
+        raise UsageError(f"flag --{name}={value}: must be {wanted}") from None
 
 
 def _name_and_value(argument: str, flag_values: flags.FlagValues) -> tuple[str, str | None]:

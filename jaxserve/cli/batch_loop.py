@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from jaxserve.cli.progress import NoProgress
 from jaxserve.cli.request_line import LineParser, RequestLine
 from jaxserve.cli.run_input import LineSource
-from jaxserve.cli.run_output import OrderedWriter, error_record, success_record
+from jaxserve.cli.run_output import OrderedWriter, Prompt, error_record, success_record
 from jaxserve.cli.stop_signals import StopSignals
 from jaxserve.cli.text_engine import TextEngine, add_line
 from jaxserve.cli.text_printer import TextPrinter
@@ -40,6 +40,7 @@ class OutputParts:
     """What the steps released for one line's request so far."""
 
     line: RequestLine
+    prompt: Prompt | None = None  # where its output begins with it
     released: list[RequestOutput] = field(default_factory=list)
 
 
@@ -106,11 +107,20 @@ class BatchLoop:
 
     def _start(self, line: RequestLine) -> None:
         try:
-            add_line(self._llm, str(line.index), line)
+            token_ids = add_line(self._llm, str(line.index), line)
         except InvalidRequestError as error:
             self._fail(line, error)
-        else:
-            self._parts[str(line.index)] = OutputParts(line=line)
+            return
+        prompt = self._echoed(line, token_ids) if line.params.echo else None
+        self._parts[str(line.index)] = OutputParts(line=line, prompt=prompt)
+
+    def _echoed(self, line: RequestLine, token_ids: list[int]) -> Prompt:
+        skip = line.params.skip_special_tokens
+        prompt = Prompt(token_ids, self._llm.decode(token_ids, skip_special_tokens=skip))
+        if self._printer:
+            for choice in range(line.params.n):
+                self._printer.add(line.index, prompt.text, choice)
+        return prompt
 
     def _step(self) -> None:
         outputs = self._llm.step()
@@ -134,12 +144,13 @@ class BatchLoop:
                     self._printer.finish(parts.line.index, piece.index)
         if output.finished:
             del self._parts[output.request_id]
-            self._finish(parts.line, merge_outputs(parts.released))
+            self._finish(parts, merge_outputs(parts.released))
 
-    def _finish(self, line: RequestLine, output: RequestOutput) -> None:
+    def _finish(self, parts: OutputParts, output: RequestOutput) -> None:
+        line = parts.line
         failed = [one for one in output.outputs if one.finish_reason == "error"]
         if not failed:
-            self._succeed(line, output)
+            self._succeed(parts, output)
             return
         which = "" if line.params.n == 1 else f"output {failed[0].index} of {line.params.n}: "
         num_tokens = len(failed[0].token_ids)
@@ -151,12 +162,13 @@ class BatchLoop:
             ),
         )
 
-    def _succeed(self, line: RequestLine, output: RequestOutput) -> None:
+    def _succeed(self, parts: OutputParts, output: RequestOutput) -> None:
         self.totals.num_ok += 1
+        index = parts.line.index
         if self._writer:
-            self._writer.put(line.index, success_record(line, output))
+            self._writer.put(index, success_record(parts.line, output, parts.prompt))
         if self._printer:
-            self._printer.finish(line.index)
+            self._printer.finish(index)
 
     def _fail(self, line: RequestLine, error: RequestError) -> None:
         self.totals.num_failed += 1

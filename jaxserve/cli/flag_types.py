@@ -5,9 +5,12 @@ Used by `flags.py` and the commands. Every parser raises ValueError; absl puts `
 its text, so the text says only what the value must be.
 """
 
+import json
 from typing import Any
 
 from absl import flags
+
+from jaxserve.errors import shown
 
 
 class IntegerParser(flags.IntegerParser):
@@ -74,6 +77,83 @@ class AutoIntegersParser(IntegersParser):
 
     def flag_type(self) -> str:
         return "integers or auto"
+
+
+class JsonParser(flags.ArgumentParser):
+    """A JSON object or array.
+
+    Args:
+        kind: dict or list.
+    """
+
+    def __init__(self, kind: type):
+        self._kind = kind
+        self.syntactic_help = "a JSON object" if kind is dict else "a JSON array"
+
+    def parse(self, argument: Any) -> Any:
+        value = _from_json(argument, self.syntactic_help) if isinstance(argument, str) else argument
+        if value is not None and not isinstance(value, self._kind):
+            raise ValueError(f"must be {self.syntactic_help}")
+        return value
+
+    def flag_type(self) -> str:
+        return "JSON"
+
+
+class ListParser(flags.ArgumentParser):
+    """Values with commas between them, or a JSON array.
+
+    Args:
+        of_integers: they are integers; else texts, and in JSON anything.
+    """
+
+    def __init__(self, *, of_integers: bool):
+        self._of_integers = of_integers
+        what = "integers" if of_integers else "texts"
+        self.syntactic_help = f"{what} with commas between them, or a JSON array"
+
+    def parse(self, argument: str | list[Any]) -> list[Any]:
+        if isinstance(argument, list):
+            return argument
+        if argument.lstrip().startswith("["):
+            return _from_json(argument, self.syntactic_help)
+        parts = argument.split(",")
+        if not self._of_integers:
+            return list(parts)
+        try:
+            return [int(part) for part in parts]
+        except ValueError:
+            raise ValueError(f"must be {self.syntactic_help}") from None
+
+    def flag_type(self) -> str:
+        return "list"
+
+
+class LogprobsParser(flags.ArgumentParser):
+    """true, false or an integer."""
+
+    syntactic_help = "true, false or an integer"
+
+    def parse(self, argument: str | int | bool | None) -> int | bool | None:
+        if not isinstance(argument, str):
+            return argument
+        switches = {"true": True, "false": False, "t": True, "f": False}
+        if argument.lower() in switches:
+            return switches[argument.lower()]
+        try:
+            return int(argument)
+        except ValueError:
+            raise ValueError(f"must be {self.syntactic_help}") from None
+
+    def flag_type(self) -> str:
+        return "true, false or an integer"
+
+
+def _from_json(text: str, wanted: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise ValueError(f"must be {wanted}, got {shown(text)}") from None
 
 
 def define_integer(

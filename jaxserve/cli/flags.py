@@ -5,7 +5,6 @@ own flags only. Defaults come from the dataclasses that the flags fill, so a num
 once.
 """
 
-import dataclasses
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +14,6 @@ from absl import flags
 
 from jaxserve.cli.arguments import UsageError
 from jaxserve.cli.flag_types import (
-    IntegersParser,
     define_auto_integer,
     define_float,
     define_integer,
@@ -24,14 +22,11 @@ from jaxserve.cli.scheduling_flags import define_scheduling
 from jaxserve.cli.standard_streams import say
 from jaxserve.config import DTYPES, KV_CACHE_DTYPES, CacheConfig, EngineConfig
 from jaxserve.plan.capacity import CPU_POOL_LIMIT_BYTES, GIB
-from jaxserve.request import SamplingParams
 from pallas_kernels import dispatch
 
 COMPILATION_CACHE_DIR = "~/.cache/jaxserve/xla"
-SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
 
 _ENGINE_GROUP = "engine"
-_SAMPLING_GROUP = "sampling (for what a line does not set itself)"
 _GENERAL_GROUP = "general"
 _ENGINE_OPTIONS = (
     "dtype",
@@ -194,42 +189,6 @@ def _shipped_backends() -> list[str]:
     return [one.name for one in dispatch.BACKENDS.values() if one.module is not None]
 
 
-def define_sampling(flag_values: flags.FlagValues) -> None:
-    """The fields of `SamplingParams` that make sense for many requests; --seed is an engine flag."""
-    default = SamplingParams()
-    group = {"flag_values": flag_values, "module_name": _SAMPLING_GROUP}
-    define_integer(
-        "max_tokens",
-        default.max_tokens,
-        "Most tokens to generate; unset = up to the context.",
-        **group,
-    )
-    define_float("temperature", default.temperature, "0 = greedy.", **group)
-    define_integer("top_k", default.top_k, "Keep the k most likely tokens; 0 = all.", **group)
-    define_float("top_p", default.top_p, "Keep the likeliest tokens up to this mass.", **group)
-    define_float(
-        "min_p", default.min_p, "Drop tokens less likely than this times the best.", **group
-    )
-    flags.DEFINE_multi_string("stop", None, "A string that ends the text", **group)
-    flags.DEFINE_multi(
-        IntegersParser(),
-        flags.ArgumentSerializer(),
-        "stop_token_ids",
-        None,
-        "A token id, or several with commas, that end the text as well",
-        **group,
-    )
-    flags.DEFINE_boolean(
-        "include_stop_str_in_output", False, "Leave the stop string in the text.", **group
-    )
-    flags.DEFINE_boolean("ignore_eos", False, "Go on past the model's end token.", **group)
-    define_integer("n", default.n, "Outputs to draw for each prompt.", **group)
-    flags.DEFINE_boolean("logprobs", False, "Return each chosen token's log probability.", **group)
-    flags.DEFINE_boolean(
-        "skip_special_tokens", True, "Leave special tokens out of the text.", **group
-    )
-
-
 def engine_options(flag_values: flags.FlagValues) -> dict[str, object]:
     """The engine flags as options of `LLM`; `check_engine_options` checks them."""
     given: dict[str, Any] = flag_values.flag_values_dict()
@@ -252,20 +211,6 @@ def check_engine_options(options: Mapping[str, object]) -> None:
             dispatch.layout_of(backend)
         except ValueError as error:
             raise UsageError(str(error)) from None
-
-
-def sampling_defaults(flag_values: flags.FlagValues) -> dict[str, object]:
-    """The sampling flags as fields of `SamplingParams`.
-
-    Raises:
-        InvalidRequestError: a value outside its range.
-    """
-    given: dict[str, Any] = flag_values.flag_values_dict()
-    fields = {name: given[name] for name in SAMPLING_FIELDS if name in given and name != "seed"}
-    fields["stop"] = fields["stop"] or []
-    fields["stop_token_ids"] = [i for ids in fields["stop_token_ids"] or [] for i in ids]
-    SamplingParams(**fields)
-    return fields
 
 
 def help_text(usage: str, flag_values: flags.FlagValues) -> str:

@@ -1,8 +1,8 @@
 """One input line of `run` or `bench` -> what to ask of the engine, or why that cannot be done.
 
-A line is a JSON object with `prompt` (text or token ids) or `messages`, an optional `id`, `priority` and
-`cache_salt`, and any field of `SamplingParams`; or, with --input_format=text, the prompt itself. Every line
-gets an answer of its own: nothing that a line holds raises out of `parse`.
+A line is a JSON object with `prompt` (text or token ids) or `messages`, an optional `id`, `priority`,
+`cache_salt` and `tools`, and any field of `SamplingParams`; or, with --input_format=text, the prompt
+itself. Every line gets an answer of its own: nothing that a line holds raises out of `parse`.
 """
 
 import dataclasses
@@ -12,19 +12,19 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from jaxserve.cli.flags import SAMPLING_FIELDS
 from jaxserve.cli.run_input import MAX_LINE_BYTES
+from jaxserve.cli.sampling_flags import REQUEST_FIELDS, SAMPLING_FIELDS
 from jaxserve.errors import MAX_SHOWN_LENGTH, InvalidRequestError
 from jaxserve.request import SamplingParams
 from jaxserve.sampling_params import BeamParams
 from jaxserve.seeds import derive_seed
 
 PROMPT_FIELDS = ("prompt", "prompt_token_ids", "messages")
-REQUEST_FIELDS = ("priority", "cache_salt")
 KNOWN_FIELDS = ("id", *PROMPT_FIELDS, *REQUEST_FIELDS, *SAMPLING_FIELDS)
 # Fields of beam search, here and by the names that other engines have for them.
 BEAM_FIELDS = {field.name for field in dataclasses.fields(BeamParams)} - set(KNOWN_FIELDS)
 BEAM_FIELDS |= {"use_beam_search", "num_beams", "best_of"}
+TEXT_FIELDS = ("stop", "bad_words", "structured_outputs")  # sampling fields that hold texts
 
 logger = logging.getLogger("jaxserve.cli")
 
@@ -39,6 +39,7 @@ class RequestLine:
         error: why it cannot be run.
         prompt: text or token ids.
         messages: a conversation, instead of a prompt.
+        tools: functions that the chat template tells the model of; only with messages.
         params: how to decode; always with a seed.
         priority, cache_salt: as in `Request`, which checks them.
     """
@@ -48,6 +49,7 @@ class RequestLine:
     error: InvalidRequestError | None = None
     prompt: str | list[int] | None = None
     messages: list[dict[str, object]] | None = None
+    tools: list[dict[str, object]] | None = None
     params: SamplingParams = dataclasses.field(default_factory=SamplingParams)
     priority: int = 0
     cache_salt: str | None = None
@@ -59,6 +61,8 @@ class LineParser:
     Args:
         sampling: fields of `SamplingParams` for what a line does not set.
         seed: the run's seed.
+        request: priority, cache_salt and tools for what a line does not set; tools reach only lines
+            with messages.
         is_text: a line is a prompt, not JSON.
         is_chat: a text line is what a user says, to be answered through the chat template.
     """
@@ -68,11 +72,13 @@ class LineParser:
         sampling: Mapping[str, object],
         *,
         seed: int,
+        request: Mapping[str, object] | None = None,
         is_text: bool = False,
         is_chat: bool = False,
     ):
         self._sampling = dict(sampling)
         self._seed = seed
+        self._request = dict(request or {})
         self._is_text = is_text
         self._is_chat = is_chat
         self._seen_ids: dict[str | int, int] = {}
@@ -90,7 +96,7 @@ class LineParser:
                 index=index,
                 id=line_id,
                 params=self._params(fields, index),
-                **{name: fields[name] for name in REQUEST_FIELDS if fields.get(name) is not None},
+                **self._request_fields(fields),
                 **_prompt(fields),
             )
         except InvalidRequestError as error:
@@ -146,9 +152,20 @@ class LineParser:
                 hint,
             )
 
+    def _request_fields(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        own = {name: fields[name] for name in REQUEST_FIELDS if fields.get(name) is not None}
+        found = {**self._request, **own}
+        if fields.get("messages") is None:
+            if "tools" in own:
+                raise InvalidRequestError("tools need messages, got a prompt", param="tools")
+            found.pop("tools", None)
+        _require_unicode("tools", found.get("tools"))
+        return found
+
     def _params(self, fields: Mapping[str, Any], index: int) -> SamplingParams:
         own = {name: fields[name] for name in SAMPLING_FIELDS if fields.get(name) is not None}
-        _require_unicode("stop", own.get("stop"))
+        for name in TEXT_FIELDS:
+            _require_unicode(name, own.get(name))
         params = SamplingParams(**{**self._sampling, **own})
         if params.seed is None:  # by the line's index, so that order and --resume change nothing
             params = dataclasses.replace(params, seed=derive_seed(self._seed, index))

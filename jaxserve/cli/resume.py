@@ -21,7 +21,7 @@ from jaxserve.cli.output_files import meta_path, partial_path, scratch_path
 from jaxserve.cli.standard_streams import write_error
 from jaxserve.stats import EngineStats
 
-FORMAT = 2
+FORMAT = 3
 _WAY_OUT = "give --overwrite, or another --output"
 _MODEL_SUFFIXES = (".json", ".jinja", ".safetensors", ".gguf")
 _SAMPLE_BYTES = 2**14

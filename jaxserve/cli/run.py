@@ -21,7 +21,6 @@ from jaxserve.cli.flags import (
     configure_logging,
     define_engine,
     define_general,
-    define_sampling,
     help_text,
     wants_help,
 )
@@ -33,8 +32,9 @@ from jaxserve.cli.request_line import LineParser
 from jaxserve.cli.run_input import RunInput, open_input, open_prompts
 from jaxserve.cli.run_job import RunJob
 from jaxserve.cli.run_output import OrderedWriter
+from jaxserve.cli.sampling_flags import SamplingSources, define_sampling
 from jaxserve.cli.scheduling_flags import define_records
-from jaxserve.cli.standard_streams import write_error, write_stdout
+from jaxserve.cli.standard_streams import say, write_error, write_stdout
 from jaxserve.cli.stop_signals import StopSignals
 from jaxserve.cli.text_printer import TextPrinter
 from jaxserve.config import EngineConfig
@@ -45,11 +45,12 @@ usage: jaxserve run --model=DIR|FILE.gguf|NAME [flags] "a prompt" ...
 
 Prompts on the command line print their text as it comes. An input file holds one JSON object a line:
   {"prompt": "text" or [token ids]} or {"messages": [{"role": ..., "content": ...}, ...]}
-with an optional "id", "priority" and "cache_salt" and any sampling field; or, with --input_format=text,
-one prompt a line.
+with an optional "id", "priority", "cache_salt" and "tools" and any sampling field (docs/sampling.md); or,
+with --input_format=text, one prompt a line.
 Each line, blank and broken ones too, gets one JSON line of output, in order:
   {"index", "id", "text", "token_ids", "finish_reason", "num_prompt_tokens", "num_cached_tokens",
-   "num_output_tokens", "logprobs" if asked for}
+   "num_output_tokens", "stop_reason" if one is known, "logprobs", "top_logprobs", "prompt_logprobs" if asked
+   for}
    (with n > 1 "outputs", a list of {"index", "text", "token_ids", "finish_reason", "logprobs"}, instead)
   or {"index", "id", "error": {"message", "type", "param", "code"}}
 Finished lines that wait for a slower one are kept in OUTPUT.partial.jsonl; --resume goes on after a stop.
@@ -108,6 +109,9 @@ def main(argv: Sequence[str]) -> int:
     configure_logging(values.flag_values_dict()["verbosity"])
     with StopSignals("before anything was generated") as stop:
         job = RunJob.from_flags(values, prompts)
+        if not job.has_work:
+            write_stdout(job.sampling_sources().explain(_seed(job)))
+            return 0
         lock = OutputLock(job.output_file)
         stop.clean_up_with(lock.release)
         with lock:
@@ -116,7 +120,10 @@ def main(argv: Sequence[str]) -> int:
 
 def _run(job: RunJob, lock: OutputLock, stop: StopSignals) -> int:
     source = open_prompts(job.prompts) if job.prompts else open_input(job.input or "-")
-    identity, recovered = _check_output(job, source)
+    sampling = job.sampling_sources()
+    if job.explain:
+        say(sampling.explain(_seed(job)).rstrip("\n"))
+    identity, recovered = _check_output(job, source, sampling)
     if job.resume and recovered.num_done:
         logger.info("resuming: %s", _done_before(job, source, recovered))
     if recovered.num_done and recovered.num_done == source.num_lines:
@@ -124,8 +131,9 @@ def _run(job: RunJob, lock: OutputLock, stop: StopSignals) -> int:
         _move_the_last_records(job, recovered)
         return 1 if recovered.num_failed else 0
     parser = LineParser(
-        job.sampling,
-        seed=job.engine_options["seed"],  # type: ignore[arg-type]
+        sampling.sampling,
+        seed=_seed(job),
+        request=sampling.request,
         is_text=job.is_text,
         is_chat=job.is_chat,
     )
@@ -155,6 +163,10 @@ def _run(job: RunJob, lock: OutputLock, stop: StopSignals) -> int:
     return 1 if loop.totals.num_failed + recovered.num_failed else 0
 
 
+def _seed(job: RunJob) -> int:
+    return job.engine_options["seed"]  # type: ignore[return-value]
+
+
 def _move_the_last_records(job: RunJob, recovered: resume.Recovered) -> None:
     """An earlier run left nothing to do but, perhaps, to move the last records to their place."""
     writer = _open_writer(job, None, recovered)
@@ -178,7 +190,9 @@ def _errors_in_all(loop: BatchLoop, source: RunInput, recovered: resume.Recovere
     return f"; {num_failed} of {source.num_lines} lines hold errors"
 
 
-def _check_output(job: RunJob, source: RunInput) -> tuple[dict[str, Any] | None, resume.Recovered]:
+def _check_output(
+    job: RunJob, source: RunInput, sampling: SamplingSources
+) -> tuple[dict[str, Any] | None, resume.Recovered]:
     """Refuses what would destroy or mix up finished work; reads what can be continued.
 
     Returns:
@@ -192,7 +206,7 @@ def _check_output(job: RunJob, source: RunInput) -> tuple[dict[str, Any] | None,
         raise UsageError(
             "--resume cannot continue a run that read a pipe: keep its input in a file"
         )
-    identity = job.identity(source.sha256)
+    identity = job.identity(source.sha256, sampling.values())
     if not resume.has_records(file) or job.overwrite:
         return identity, resume.Recovered()
     if not job.resume:

@@ -8,7 +8,7 @@ from typing import Any
 from absl import flags
 
 from jaxserve.cli.arguments import UsageError
-from jaxserve.cli.flags import check_engine_options, engine_options, sampling_defaults
+from jaxserve.cli.flags import check_engine_options, engine_options
 from jaxserve.cli.output_files import (
     all_files,
     appends_to_itself,
@@ -16,8 +16,8 @@ from jaxserve.cli.output_files import (
     is_stream,
 )
 from jaxserve.cli.records import RecordFlags, fingerprint
+from jaxserve.cli.sampling_flags import SamplingSources, given_sampling
 from jaxserve.cli.standard_streams import is_stdout_closed
-from jaxserve.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,9 @@ class RunJob:
 
     model: str
     engine_options: Mapping[str, object]
-    sampling: Mapping[str, object]
+    given: Mapping[str, Any]  # fields of requests that the command line sets
+    generation_config: str
+    explain: bool
     prompts: Sequence[str]
     input: str | None
     output: str | None
@@ -41,7 +43,10 @@ class RunJob:
         given = values.flag_values_dict()
         if not given["model"]:
             raise UsageError("--model is needed: a checkpoint directory, a .gguf file, or a name")
-        if bool(prompts) == (given["input"] is not None):
+        nothing_to_run = not prompts and given["input"] is None
+        if bool(prompts) == (given["input"] is not None) and not (
+            nothing_to_run and given["explain_sampling"]
+        ):
             what = (
                 "give prompts or --input, not both" if prompts else "give a prompt, or --input=FILE"
             )
@@ -49,12 +54,14 @@ class RunJob:
         options = engine_options(values)
         check_engine_options(options)
         output = given["output"]
-        if output is None and not prompts:
+        if output is None and given["input"] is not None:
             output = "-"
         job = cls(
             model=given["model"],
             engine_options=options,
-            sampling=sampling_defaults(values),
+            given=given_sampling(values),
+            generation_config=given["generation_config"],
+            explain=given["explain_sampling"],
             prompts=prompts,
             input=given["input"],
             output=output,
@@ -89,16 +96,34 @@ class RunJob:
         return None if self.output is None or is_stream(self.output) else Path(self.output)
 
     @property
+    def has_work(self) -> bool:
+        """Whether there is anything to run, and not only to explain."""
+        return bool(self.prompts) or self.input is not None
+
+    def sampling_sources(self) -> SamplingSources:
+        """What its lines start from.
+
+        Raises:
+            CheckpointError: there is no such model, or what it recommends is at fault.
+            InvalidRequestError: that and the flags exclude each other.
+        """
+        return SamplingSources.of_model(self.given, self.model, self.generation_config)
+
+    @property
     def num_choices(self) -> int:
         """Outputs of each prompt of the command line."""
-        return SamplingParams(**self.sampling).n  # type: ignore[arg-type]
+        return self.given.get("n", 1)
 
     @property
     def prints_text(self) -> bool:
         return bool(self.prompts) and self.output != "-"
 
-    def identity(self, sha256: str | None) -> dict[str, Any]:
+    def identity(self, sha256: str | None, sampling: Mapping[str, Any]) -> dict[str, Any]:
         """All that decides what the output holds; two runs may share an output only if these are equal.
+
+        Args:
+            sha256: of the input.
+            sampling: every field that lines start from.
 
         Raises:
             CheckpointError: there is no such model.
@@ -108,7 +133,7 @@ class RunJob:
         return {
             "input": {"sha256": sha256, **kind},
             "model": {"sha256": fingerprint(self.model)},
-            "sampling": {**self.sampling, **engine},
+            "sampling": {**sampling, **engine},
         }
 
 

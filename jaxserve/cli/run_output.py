@@ -16,16 +16,17 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from jaxserve.cli.output_files import partial_path, scratch_path
 from jaxserve.cli.request_line import RequestLine
 from jaxserve.cli.standard_streams import abandon, write_error
+from jaxserve.echo import with_prompt
 from jaxserve.errors import RequestError
-from jaxserve.request import CompletionOutput, RequestOutput
+from jaxserve.request import CompletionOutput, PromptLogprob, RequestOutput
 
 _STDOUT = "stdout"
 MAX_MESSAGE_LENGTH = 1000  # characters of an error record's message; a bad value may be megabytes
@@ -35,17 +36,32 @@ _LINE_BREAKS = {"\u2028": "\\u2028", "\u2029": "\\u2029", "\x85": "\\u0085"}
 logger = logging.getLogger("jaxserve.cli")
 
 
-def success_record(line: RequestLine, output: RequestOutput) -> dict[str, object]:
+class Prompt(NamedTuple):
+    """A prompt that its outputs begin with."""
+
+    token_ids: list[int]
+    text: str
+
+
+def success_record(
+    line: RequestLine, output: RequestOutput, prompt: Prompt | None = None
+) -> dict[str, object]:
     """The record of a finished line: its text and ids, or with n > 1 a list of outputs that hold
     these.
+
+    Args:
+        line: the line.
+        output: what it gave, whole.
+        prompt: where each output is to begin with it; it does not count as output.
     """
     several = line.params.n > 1
-    first = output.outputs[0]
+    echoed = output if prompt is None else with_prompt(output, prompt.token_ids, prompt.text)
+    first = echoed.outputs[0]
     record: dict[str, object] = {
         "index": line.index,
         "id": line.id,
         **(
-            {"outputs": [_choice(one) for one in output.outputs]}
+            {"outputs": [_choice(one) for one in echoed.outputs]}
             if several
             else _text_and_ids(first)
         ),
@@ -53,7 +69,16 @@ def success_record(line: RequestLine, output: RequestOutput) -> dict[str, object
         "num_cached_tokens": output.num_cached_tokens,
         "num_output_tokens": sum(len(one.token_ids) for one in output.outputs),
     }
-    return record if several else record | _logprobs(first)
+    if not several:
+        record |= _logprobs(first)
+    if output.prompt_logprobs is not None:
+        record["prompt_logprobs"] = [
+            None
+            if one is None
+            else {"logprob": _number(one.logprob), "rank": one.rank, "top": _ranked(one.top)}
+            for one in output.prompt_logprobs
+        ]
+    return record
 
 
 def _choice(completion: CompletionOutput) -> dict[str, object]:
@@ -65,13 +90,29 @@ def _text_and_ids(completion: CompletionOutput) -> dict[str, object]:
         "text": completion.text,
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
+        **({} if completion.stop_reason is None else {"stop_reason": completion.stop_reason}),
     }
 
 
 def _logprobs(completion: CompletionOutput) -> dict[str, object]:
-    if completion.logprobs is None:
-        return {}
-    return {"logprobs": [x if math.isfinite(x) else None for x in completion.logprobs]}
+    found: dict[str, object] = {}
+    if completion.logprobs is not None:
+        found["logprobs"] = [_number(x) for x in completion.logprobs]
+    if completion.top_logprobs is not None:
+        found["top_logprobs"] = [_ranked(top) for top in completion.top_logprobs]
+    return found
+
+
+def _scored(one: PromptLogprob) -> dict[str, object]:
+    return {"logprob": _number(one.logprob), "rank": one.rank, "top": _ranked(one.top)}
+
+
+def _ranked(top: Iterable[tuple[int, float]]) -> list[list[object]]:
+    return [[token_id, _number(logprob)] for token_id, logprob in top]
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def error_record(line: RequestLine, error: RequestError) -> dict[str, object]:

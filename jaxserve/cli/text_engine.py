@@ -43,7 +43,13 @@ class TextEngine(Protocol):
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]: ...
 
-    def encode_chat(self, messages: Sequence[dict[str, object]]) -> list[int]: ...
+    def encode_chat(
+        self,
+        messages: Sequence[dict[str, object]],
+        tools: Sequence[dict[str, object]] | None = None,
+    ) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
     def add(
         self,
@@ -58,8 +64,11 @@ class TextEngine(Protocol):
     def step(self) -> list[RequestOutput]: ...
 
 
-def add_line(llm: TextEngine, request_id: str, line: RequestLine) -> None:
+def add_line(llm: TextEngine, request_id: str, line: RequestLine) -> list[int]:
     """Queues a line.
+
+    Returns:
+        Its prompt as token ids.
 
     Raises:
         InvalidRequestError: the line is at fault, here or already when it was parsed; nothing was queued.
@@ -67,10 +76,11 @@ def add_line(llm: TextEngine, request_id: str, line: RequestLine) -> None:
     if line.error is not None:
         raise line.error
     if line.messages is not None:
-        token_ids = llm.encode_chat(line.messages)
+        token_ids = llm.encode_chat(line.messages, line.tools)
     else:
         token_ids = llm.encode(line.prompt if line.prompt is not None else "")
     llm.add(request_id, token_ids, line.params, priority=line.priority, cache_salt=line.cache_salt)
+    return token_ids
 
 
 def load_llm(model: str, options: Mapping[str, object]) -> TextEngine:
@@ -88,4 +98,6 @@ def load_llm(model: str, options: Mapping[str, object]) -> TextEngine:
 
     from jaxserve.llm import LLM
 
-    return LLM(str(path), **options)
+    return LLM(
+        str(path), generation_config="none", **options
+    )  # its lines know what they start from

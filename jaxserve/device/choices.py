@@ -12,7 +12,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.device.memory import free_bytes, free_host_bytes
 from jaxserve.device.page_moves import device_bytes
 from jaxserve.device.programs import Lowering, lower_traced
-from jaxserve.device.step_shapes import StepShapes, largest_step_bytes
+from jaxserve.device.step_shapes import StepShapes, count_table_bytes, largest_step_bytes
 from jaxserve.errors import ConfigError
 from jaxserve.model.attention import AttentionKernel
 from jaxserve.model_config import ModelConfig
@@ -123,7 +123,7 @@ def choose_pool_size(
     by_memory = cache.num_pages is None and cache.kv_cache_gib is None
     free = free_bytes(jax.devices()[0], cache.memory_utilization if by_memory else 1.0)
     if not on_cpu:  # host RAM is not partitioned: what programs take there is not set aside
-        free -= largest_step_bytes(shapes, lower)
+        free -= largest_step_bytes(shapes, lower) + count_table_bytes(shapes)
         free -= device_bytes(shapes) if cache.host_kv_gib else 0
     return size_pool(
         cache,

@@ -6,23 +6,27 @@ the pool exists once and is updated in place. Nothing else may hold them.
 """
 
 import dataclasses
+import functools
 import time
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jaxserve.device.kv_pool import make_pools, pool_program
+from jaxserve.device.kv_pool import count_table_program, make_pools, pool_program
 from jaxserve.device.page_moves import PageMoves
 from jaxserve.device.params import put_params
 from jaxserve.device.programs import Lowering, Program, ProgramTable, lower_traced
-from jaxserve.device.step import Sampled, forward_inputs, sampling_rows
+from jaxserve.device.row_sampler import RowSampler
+from jaxserve.device.scorer import Scorer
+from jaxserve.device.step import forward_inputs
 from jaxserve.device.step_result import DeviceStep, StepOutputs
 from jaxserve.device.step_shapes import StepShapes
 from jaxserve.executor import StepCosts
 from jaxserve.model.kv_scales import KVScales
 from jaxserve.model.registry import Params
-from jaxserve.schedule.batch import DeviceBatch
+from jaxserve.schedule.batch import CountLoad, DeviceBatch, Penalties
 from jaxserve.schedule.buckets import Bucket
 from pallas_kernels.ragged_paged_attention.layout import KVPages
 from pallas_kernels.ragged_paged_attention.row_checks import check_rows
@@ -57,6 +61,8 @@ class DeviceExecutor:
         self._kv_pages: list[KVPages] = []
         self._programs = ProgramTable(lower)
         self._moves = PageMoves(shapes, self._programs, num_host_pages=num_host_pages)
+        self._sampler = RowSampler(shapes, self._programs)
+        self._scorer = Scorer(shapes, self._programs)
         self._last: DeviceStep | None = None
         self._costs: StepCosts | None = None
         self._take_params(params)
@@ -96,7 +102,12 @@ class DeviceExecutor:
 
     def list_programs(self) -> list[Program]:
         """All that `warm_up` compiles, the slowest first."""
-        return [*self._shapes.programs(), *self._moves.list_programs(), pool_program(self._shapes)]
+        return [
+            *self._shapes.programs(),
+            *self._moves.list_programs(),
+            pool_program(self._shapes),
+            count_table_program(self._shapes),
+        ]
 
     def warm_up(self) -> None:
         """Compiles every program, makes the pages, runs each program once on padding alone, and
@@ -114,6 +125,7 @@ class DeviceExecutor:
             self._run_padding(Bucket(num_tokens, rows[0]), samples=False)
         for num_rows in rows:
             self._run_padding(Bucket(tokens[0], num_rows), samples=True)
+        self._scorer.warm_up(self._head_params)
         page_move_s = self._moves.warm_up(self._kv_pages)
         self._costs = StepCosts(token_s=self._measure_token(), page_move_s=page_move_s)
         self.compile_s = compiled - begin
@@ -124,7 +136,18 @@ class DeviceExecutor:
             bucket, self._shapes.buckets, self._shapes.max_pages, num_rows=int(samples)
         )
         padding = dataclasses.replace(padding, wants_candidates=True)
-        self._submit(padding, self._runs[:1]).result()
+        if samples:
+            slots, seqs = np.arange(1, dtype=np.int32), self._shapes.buckets.max_num_seqs
+            padding = dataclasses.replace(
+                padding,
+                penalties=Penalties.off(bucket.num_rows, seqs),
+                count_loads=(CountLoad(0, slots, slots),),
+                awaits_masks=True,
+            )
+        step = self._submit(padding, self._runs[:1])
+        if samples:
+            step.give_masks(np.full((1, 1), 1, np.uint32))
+        step.result()
 
     def _measure_token(self) -> float:
         """Seconds a token in the largest step, which has run before: one run of layers stands for
@@ -142,8 +165,7 @@ class DeviceExecutor:
         self._last = None
         self._moves.storage.forget()
         self._kv_pages = []  # first give up what is left of the old ones: two pools may not fit
-        last_ids = self._shapes.abstract_last_ids
-        self._last_ids = jnp.zeros(last_ids.shape, last_ids.dtype)
+        self._sampler.reset()
         self._kv_pages = make_pools(self._shapes, self._programs)
 
     def update_params(self, params: object) -> None:
@@ -193,19 +215,35 @@ class DeviceExecutor:
         return self._submit(batch, self._runs)
 
     def _submit(self, batch: DeviceBatch, runs: Sequence[slice]) -> DeviceStep:
-        outputs = [self._run(batch, runs)]
+        outputs, sample = [], None
+        if batch.awaits_masks:  # a single step
+            forward, hidden = self._run_layers(batch, runs)
+            outputs.append(forward)
+            sample = functools.partial(self._sampler, batch, self._head_params, hidden)
+        else:
+            outputs.append(self._run(batch, runs))
         while batch.num_steps > 1:
             batch = batch.following()
             outputs.append(self._run(batch, runs))
-        self._last = DeviceStep(batch, outputs, settle=self._moves.storage.settle)
+        settle = self._moves.storage.settle
+        self._last = DeviceStep(batch, outputs, settle=settle, sample=sample)
         return self._last
 
     def _run(self, batch: DeviceBatch, runs: Sequence[slice]) -> StepOutputs:
         """Calls the programs of one step, one after the other; waits for none of them."""
-        num_tokens, num_rows = batch.bucket.num_tokens, batch.bucket.num_rows
+        outputs, hidden = self._run_layers(batch, runs)
+        if batch.num_rows:
+            outputs = outputs._replace(rows=self._sampler(batch, self._head_params, hidden))
+        return outputs
+
+    def _run_layers(
+        self, batch: DeviceBatch, runs: Sequence[slice]
+    ) -> tuple[StepOutputs, jax.Array]:
+        """The programs of T. Returns (what is known then, the hidden rows [S, E] for the sampler)."""
+        num_tokens = batch.bucket.num_tokens
         inputs = jax.device_put(forward_inputs(batch))
         x = self._programs["embed", num_tokens](
-            self._params["embed"], inputs.token_ids, self._last_ids
+            self._params["embed"], inputs.token_ids, self._sampler.last_ids
         )
         run_layers = self._programs["layers", num_tokens]
         for run in runs:
@@ -219,12 +257,5 @@ class DeviceExecutor:
             )
         select = self._programs["select", num_tokens]
         hidden, slices_finite = select(x, inputs.logit_rows, inputs.rows.cu_q_lens)
-        sampled = candidates = None
-        if batch.num_rows:
-            run_sample = self._programs["sample", num_rows]
-            outputs = Sampled(*run_sample(self._head_params, hidden, sampling_rows(batch)))
-            self._last_ids = outputs.last_ids
-            sampled = (outputs.token_ids, outputs.logprobs, outputs.finite)
-            if batch.wants_candidates:
-                candidates = self._programs["candidates", num_rows](outputs.logits)
-        return StepOutputs(slices_finite, sampled, candidates)
+        scored = list(self._scorer(batch, self._head_params, x)) if len(batch.score_rows) else ()
+        return StepOutputs(slices_finite, scored=scored), hidden

@@ -1,11 +1,13 @@
-"""The pools of KV pages of an executor, made by a program of its table: one call a layer.
+"""The pools of KV pages of an executor, and the table that penalties read, made by programs of its
+table.
 
-Used by `DeviceExecutor` when it starts and when it is reset. Invariant: pools hold zeros. On a CPU with
+Used by `DeviceExecutor` when it starts and when it is reset. Invariant: they hold zeros. On a CPU with
 the C++ kernels they take memory only where pages are used; elsewhere XLA writes them.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +19,25 @@ from pallas_kernels.native.lazy_zeros import lazy_zeros
 from pallas_kernels.ragged_paged_attention.layout import KVPages
 
 _KEY = ("make_pages", 0)
+_COUNTS_KEY = ("make_counts", 0)
 
 
 def pool_program(shapes: StepShapes) -> Program:
     """What must be compiled: the arrays of one layer's pool."""
     shape = shapes.abstract_pages()[0]
+    return Program(key=_KEY, function=functools.partial(_arrays, _zeros(), shape), arguments=())
+
+
+def count_table_program(shapes: StepShapes) -> Program:
+    """What must be compiled: the table that penalties read, which most engines never write to."""
+    table = shapes.abstract_counts
+    make = functools.partial(_zeros(), table.shape, table.dtype)
+    return Program(key=_COUNTS_KEY, function=make, arguments=())
+
+
+def _zeros() -> Callable[..., jax.Array]:
     lazy = jax.default_backend() == "cpu" and load.missing() is None
-    make = lazy_zeros if lazy else jnp.zeros
-    return Program(key=_KEY, function=functools.partial(_arrays, make, shape), arguments=())
+    return lazy_zeros if lazy else jnp.zeros
 
 
 def make_pools(shapes: StepShapes, programs: ProgramTable) -> list[KVPages]:
@@ -36,6 +49,15 @@ def make_pools(shapes: StepShapes, programs: ProgramTable) -> list[KVPages]:
     """
     make = programs[_KEY]
     return [dataclasses.replace(one, data=tuple(make())) for one in shapes.abstract_pages()]
+
+
+def make_count_table(programs: ProgramTable) -> jax.Array:
+    """i32[S, V] of zeros.
+
+    Args:
+        programs: a table that holds `count_table_program(shapes)`.
+    """
+    return programs[_COUNTS_KEY]()
 
 
 def _arrays(make, shape: KVPages) -> list[jax.Array]:

@@ -4,8 +4,8 @@
     layers      (T)   a run of consecutive layers: [T, E] -> [T, E], pages written; called for one
                       run after the other
     select      (T)   the rows that need logits: [T, E] -> [S, E]; which slices are finite
-    sample      (R)   the first R of those rows -> logits -> one token each
-    candidates  (R)   logits -> the likeliest tokens; only where a batch wants them
+
+and the programs of R rows of logits, in `row_programs.py`.
 
 Cutting a step here makes a few small programs instead of len(T) x len(R) large ones: every run of
 layers shares one program, and a step that samples nothing (the middle of a long prompt) skips the
@@ -19,8 +19,6 @@ import jax.numpy as jnp
 
 from jaxserve.model.attention import PagedRows
 from jaxserve.model.registry import ModelFunctions, Params
-from jaxserve.sample.logprobs import chosen_logprobs
-from jaxserve.sample.sampler import SamplingRows, sample
 from jaxserve.schedule.batch import DeviceBatch
 
 
@@ -63,28 +61,6 @@ def forward_inputs(batch: DeviceBatch) -> ForwardInputs:
     return ForwardInputs(batch.token_ids, batch.positions, rows, batch.logit_rows)  # type: ignore[arg-type]
 
 
-def sampling_rows(batch: DeviceBatch) -> SamplingRows:
-    """The batch's arrays, untouched, in the shape that `sample_rows` takes."""
-    return SamplingRows(
-        temperature=batch.temperature,  # type: ignore[arg-type]
-        top_k=batch.top_k,  # type: ignore[arg-type]
-        top_p=batch.top_p,  # type: ignore[arg-type]
-        min_p=batch.min_p,  # type: ignore[arg-type]
-        seeds=batch.seeds,  # type: ignore[arg-type]
-        output_positions=batch.output_positions,  # type: ignore[arg-type]
-    )
-
-
-class Sampled(NamedTuple):
-    """What `sample_rows` returns, per logit row."""
-
-    token_ids: jax.Array  # i32[R]    in [0, V), and no more than that where logits are not finite
-    last_ids: jax.Array  # i32[S]     the same, padded with zeros: what the next step may read
-    logprobs: jax.Array  # f32[R]     of these tokens under the raw logits
-    finite: jax.Array  # bool[R]      every logit of the row is finite
-    logits: jax.Array  # f32[R, V]    raw, for the candidates; they stay on the device
-
-
 def select(
     x: jax.Array, logit_rows: jax.Array, cu_q_lens: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
@@ -125,23 +101,3 @@ def finite_slices(x: jax.Array, cu_q_lens: jax.Array) -> jax.Array:
     bad = jnp.any(~jnp.isfinite(x), axis=1).astype(jnp.int32)
     num_bad = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(bad, dtype=jnp.int32)])
     return num_bad[cu_q_lens[1:]] == num_bad[cu_q_lens[:-1]]
-
-
-def sample_rows(
-    model: ModelFunctions, head_params: Params, hidden: jax.Array, rows: SamplingRows
-) -> Sampled:
-    """Head and sampler over the first R hidden rows.
-
-    Args:
-        model: static.
-        head_params: from `model.head_params`.
-        hidden: [S, E].
-        rows: sampling parameters of R <= S rows.
-    """
-    num_rows = rows.temperature.shape[0]
-    logits = model.logits(head_params, hidden[:num_rows])
-    token_ids = sample(logits, rows)
-    last_ids = jnp.zeros(hidden.shape[0], jnp.int32).at[:num_rows].set(token_ids)
-    logprobs = chosen_logprobs(logits, token_ids)
-    finite = jnp.all(jnp.isfinite(logits), axis=1)
-    return Sampled(token_ids, last_ids, logprobs, finite, logits)

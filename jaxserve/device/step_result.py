@@ -10,6 +10,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from jaxserve.device.row_sampler import RowOutputs
+from jaxserve.device.scoring import ScoredBlock, fetched_scores
 from jaxserve.schedule.batch import DeviceBatch, SampledTokens
 
 
@@ -18,13 +20,13 @@ class StepOutputs(NamedTuple):
 
     Args:
         slices_finite: bool[S].
-        sampled: (token ids i32[R], logprobs f32[R], finite bool[R]); None where nothing is sampled.
-        candidates: (token ids i32[R, K], logprobs f32[R, K]), where wanted.
+        rows: what was sampled; None where nothing is.
+        scored: of each block of rows that are scored; none where nothing is.
     """
 
     slices_finite: jax.Array
-    sampled: tuple[jax.Array, ...] | None
-    candidates: tuple[jax.Array, ...] | None
+    rows: RowOutputs | None = None
+    scored: Sequence[ScoredBlock] = ()
 
 
 class DeviceStep:
@@ -34,18 +36,45 @@ class DeviceStep:
         batch: what was submitted; of several steps in one, the last.
         outputs: of each of its steps.
         settle: writes the pages that left the device to host RAM; waits for them.
+        sample: samples the rows of a step that awaits masks, given them; None for any other step.
     """
 
     def __init__(
-        self, batch: DeviceBatch, outputs: Sequence[StepOutputs], *, settle: Callable[[], None]
+        self,
+        batch: DeviceBatch,
+        outputs: Sequence[StepOutputs],
+        *,
+        settle: Callable[[], None],
+        sample: Callable[[np.ndarray], RowOutputs] | None = None,
     ):
         self._batch = batch
         self._outputs = outputs
         self._settle = settle
+        self._sample = sample
         self.is_done = False
 
+    def give_masks(self, masks: np.ndarray) -> None:
+        """Starts the rest of a step that awaits masks.
+
+        Args:
+            masks: u32[num_rows, W], as in `jaxserve.executor.StepHandle`.
+
+        Raises:
+            RuntimeError: the step awaits none.
+        """
+        if self._sample is None:
+            raise RuntimeError("give_masks: this step awaits no masks")
+        (forward,) = self._outputs
+        self._outputs, self._sample = [forward._replace(rows=self._sample(masks))], None
+
     def result(self) -> SampledTokens:
-        """Blocks until the step is done, also when it samples nothing."""
+        """Blocks until the step is done, also when it samples nothing.
+
+        Raises:
+            RuntimeError: the step awaits masks.
+        """
+        if self._sample is not None:
+            raise RuntimeError("result: this step awaits masks; give_masks comes first")
         try:
             self._settle()  # those pages left before the step began: write them while it runs
             fetched = jax.device_get(list(self._outputs))
@@ -64,37 +93,54 @@ def _one_after_the_other(steps: Sequence[SampledTokens]) -> SampledTokens:
         num_tokens=np.full(len(first.token_ids), len(steps), np.int32),
         logprobs=np.concatenate([one.logprobs for one in steps], axis=1),
         finite=np.logical_and.reduce([one.finite for one in steps]),
+        candidate_ids=_joined([one.candidate_ids for one in steps]),
+        candidate_logprobs=_joined([one.candidate_logprobs for one in steps]),
     )
+
+
+def _joined(arrays: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    """Arrays [S, 1, K] of steps that follow each other as [S, M, K]; None where they are none."""
+    known = [one for one in arrays if one is not None]
+    return np.concatenate(known, axis=1) if known else None
 
 
 def sampled_tokens(
     batch: DeviceBatch,
     slices_finite: np.ndarray,
-    sampled: tuple[np.ndarray, ...] | None,
-    candidates: tuple[np.ndarray, ...] | None,
+    rows: RowOutputs | None,
+    scored: Sequence[ScoredBlock] = (),
 ) -> SampledTokens:
     """Cuts the padding off what the programs returned and puts it together.
 
     Args:
         batch: what was submitted.
-        slices_finite, sampled, candidates: as in `StepOutputs`, fetched.
+        slices_finite, rows, scored: as in `StepOutputs`, fetched.
     """
     num_slices, num_rows = int(batch.ranges[2]), batch.num_rows
     finite = np.array(slices_finite[:num_slices])
-    if sampled is None:
+    ends = batch.cu_q_lens[1 : num_slices + 1]
+
+    def mark(tokens: np.ndarray, are_finite: np.ndarray) -> None:
+        # A token belongs to the first slice that ends beyond it; to none in a padding batch.
+        owners = np.searchsorted(ends, tokens, side="right")
+        finite[owners[(owners < num_slices) & ~are_finite]] = False
+
+    if rows is None:
         token_ids, logprobs = np.zeros(0, np.int32), np.zeros(0, np.float32)
     else:
-        token_ids, logprobs, rows_finite = (array[:num_rows] for array in sampled)
-        # A row belongs to the first slice that ends beyond its token; to none in a padding batch.
-        ends = batch.cu_q_lens[1 : num_slices + 1]
-        owners = np.searchsorted(ends, batch.logit_rows[:num_rows], side="right")
-        finite[owners[(owners < num_slices) & ~rows_finite]] = False
-    ids_of, logprobs_of = candidates or (None, None)
+        token_ids, logprobs, rows_finite = (array[:num_rows] for array in rows.sampled)
+        mark(batch.logit_rows[:num_rows], rows_finite)
+    scores = None
+    if scored:
+        scores, scores_finite = fetched_scores(scored, len(batch.score_rows))
+        mark(batch.score_rows, scores_finite)
+    ids_of, logprobs_of = (rows and rows.candidates) or (None, None)
     return SampledTokens(
         token_ids=token_ids[:, None],
         num_tokens=np.ones(len(token_ids), np.int32),
         logprobs=logprobs[:, None],
         finite=finite,
-        candidate_ids=None if ids_of is None else ids_of[:num_rows],
-        candidate_logprobs=None if logprobs_of is None else logprobs_of[:num_rows],
+        candidate_ids=None if ids_of is None else ids_of[:num_rows, None],
+        candidate_logprobs=None if logprobs_of is None else logprobs_of[:num_rows, None],
+        scores=scores,
     )

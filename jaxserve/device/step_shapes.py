@@ -6,26 +6,36 @@ a step takes. Invariant: shapes only, nothing here is on a device.
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxserve.config import KV_CACHE_DTYPES
 from jaxserve.device.programs import Lowering, Program, ProgramTable, lower_traced
-from jaxserve.device.step import (
+from jaxserve.device.row_programs import (
+    RawLogits,
     Sampled,
-    embed_tokens,
-    forward_inputs,
+    bias_rows,
+    candidates,
+    head,
+    penalty_rows,
     sample_rows,
     sampling_rows,
-    select,
 )
+from jaxserve.device.scoring import SCORE_ROWS, ScoredBlock, gather_rows, score_rows
+from jaxserve.device.step import embed_tokens, forward_inputs, select
 from jaxserve.model.kv_scales import KVScales
 from jaxserve.model.registry import ModelFunctions
-from jaxserve.sample.logprobs import top_logprobs
-from jaxserve.schedule.batch import MAX_CANDIDATES, DeviceBatch
+from jaxserve.sample.logprobs import TargetScores
+from jaxserve.sample.processors import BiasRows, PenaltyRows, add_sampled, load_counts, process
+from jaxserve.sampling_params import MAX_LOGPROBS
+from jaxserve.schedule.batch import MAX_CANDIDATES, DeviceBatch, LogitBias, Penalties
 from jaxserve.schedule.buckets import Bucket, Buckets
 from pallas_kernels.ragged_paged_attention.layout import KVPages, is_8bit
+
+COUNT_PIECE = 1024  # tokens of a history that one call puts into the count table
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,6 +53,8 @@ class StepShapes:
         kv_dtype: element type of the pages; the 8-bit ones go with scales.
         layers_per_program: consecutive layers compiled as one program; divides the number of
             layers.
+        num_token_ids: how many ids of the vocabulary are tokens; None = all. The rest is padding of
+            the head, never sampled and never counted.
     """
 
     model: ModelFunctions
@@ -54,6 +66,7 @@ class StepShapes:
     dtype: jnp.dtype
     kv_dtype: jnp.dtype
     layers_per_program: int
+    num_token_ids: int | None = None
 
     @property
     def kv_cache_dtype(self) -> str:
@@ -74,14 +87,35 @@ class StepShapes:
         return config.num_layers, config.num_kv_heads, 2, self.page_size, config.head_dim
 
     @property
+    def num_ids(self) -> int:
+        """How many ids are tokens: those from here on are padding."""
+        vocab_size = self.model.config.vocab_size
+        return vocab_size if self.num_token_ids is None else min(self.num_token_ids, vocab_size)
+
+    @property
     def num_candidates(self) -> int:
         """Likeliest tokens that a row gets when a batch wants them (K)."""
-        return min(MAX_CANDIDATES, self.model.config.vocab_size)
+        return min(MAX_CANDIDATES, self.num_ids)
 
     @property
     def abstract_last_ids(self) -> jax.ShapeDtypeStruct:
         """What the logit rows of a step sampled, i32[S], as a shape only."""
         return jax.ShapeDtypeStruct((self.buckets.max_num_seqs,), jnp.int32)
+
+    @property
+    def abstract_counts(self) -> jax.ShapeDtypeStruct:
+        """How often the sequences with penalties have said each token, i32[S, V], as a shape only."""
+        shape = (self.buckets.max_num_seqs, self.model.config.vocab_size)
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    def no_options(self, num_rows: int) -> tuple[PenaltyRows, BiasRows, np.ndarray]:
+        """(penalties, logit_bias, masks u32[R, W]) of rows that ask for none of them."""
+        num_words = -(-self.model.config.vocab_size // 32)
+        return (
+            penalty_rows(Penalties.off(num_rows, self.buckets.max_num_seqs)),
+            bias_rows(LogitBias.off(num_rows)),
+            np.full((num_rows, num_words), 0xFFFFFFFF, np.uint32),
+        )
 
     def abstract_pages(self) -> list[KVPages]:
         """The pages of every layer as shapes only."""
@@ -103,6 +137,10 @@ class StepShapes:
         one = jax.ShapeDtypeStruct((self.model.config.num_kv_heads,), jnp.float32)
         return [KVScales(one, one)] * self.model.config.num_layers
 
+    def abstract_hidden(self, num_rows: int) -> jax.ShapeDtypeStruct:
+        """Hidden rows [num_rows, E] as a shape only."""
+        return jax.ShapeDtypeStruct((num_rows, self.model.config.hidden_size), self.dtype)
+
     def padding(self, bucket: Bucket) -> DeviceBatch:
         """A batch without live tokens, with one row that counts as sampled."""
         return DeviceBatch.padding(bucket, self.buckets, self.max_pages, num_rows=1)
@@ -113,6 +151,8 @@ class StepShapes:
         return [
             *(program for t in tokens for program in self.token_programs(t)),
             *(program for r in rows for program in self.row_programs(r)),
+            *self.score_programs(),
+            self.count_program(),
         ]
 
     def token_programs(self, num_tokens: int) -> list[Program]:
@@ -122,7 +162,7 @@ class StepShapes:
         """
         inputs = forward_inputs(self.padding(Bucket(num_tokens, 1)))
         params = self.model.served_params
-        x = jax.ShapeDtypeStruct((num_tokens, self.model.config.hidden_size), self.dtype)
+        x = self.abstract_hidden(num_tokens)
         run = slice(self.layers_per_program)
         scales = self.abstract_scales()
         return [
@@ -149,27 +189,86 @@ class StepShapes:
                 function=select,
                 arguments=(x, inputs.logit_rows, inputs.rows.cu_q_lens),
             ),
+            Program(
+                key=("gather_scored", num_tokens),
+                function=gather_rows,
+                arguments=(x, self.abstract_block),
+            ),
         ]
 
     def row_programs(self, num_rows: int) -> list[Program]:
         """The programs of one rung of R."""
-        hidden_shape = (self.buckets.max_num_seqs, self.model.config.hidden_size)
-        hidden = jax.ShapeDtypeStruct(hidden_shape, self.dtype)
+        max_num_seqs = self.buckets.max_num_seqs
+        hidden = self.abstract_hidden(max_num_seqs)
         logits = jax.ShapeDtypeStruct((num_rows, self.model.config.vocab_size), jnp.float32)
         rows = sampling_rows(self.padding(Bucket(1, num_rows)))
+        ids = jax.ShapeDtypeStruct((num_rows,), jnp.int32)
         return [
             Program(
+                key=("head", num_rows),
+                function=functools.partial(head, self.model, num_rows, self.num_ids),
+                arguments=(self.model.head_params(self.model.served_params), hidden),
+                returns=(RawLogits,),
+            ),
+            Program(
+                key=("process", num_rows),
+                function=process,
+                arguments=(logits, self.abstract_counts, *self.no_options(num_rows)),
+            ),
+            Program(
                 key=("sample", num_rows),
-                function=functools.partial(sample_rows, self.model),
-                arguments=(self.model.head_params(self.model.served_params), hidden, rows),
+                function=functools.partial(sample_rows, max_num_seqs),
+                arguments=(logits, logits, rows),
                 returns=(Sampled,),
             ),
             Program(
+                key=("count", num_rows),
+                function=add_sampled,
+                arguments=(self.abstract_counts, ids, ids),
+                donated=(0,),
+            ),
+            Program(
                 key=("candidates", num_rows),
-                function=functools.partial(top_logprobs, count=self.num_candidates),
-                arguments=(logits,),
+                function=functools.partial(candidates, self.num_candidates),
+                arguments=(logits, logits, rows),
             ),
         ]
+
+    @property
+    def abstract_block(self) -> jax.ShapeDtypeStruct:
+        """One number for each row that is scored together, i32[SCORE_ROWS], as a shape only."""
+        return jax.ShapeDtypeStruct((SCORE_ROWS,), jnp.int32)
+
+    def score_programs(self) -> list[Program]:
+        """The programs that score a block of rows."""
+        head_params = self.model.head_params(self.model.abstract_params)
+        num_top = min(MAX_LOGPROBS, self.num_ids)
+        return [
+            Program(
+                key=(name, SCORE_ROWS),
+                function=functools.partial(score_rows, self.model, self.num_ids, most),
+                arguments=(head_params, self.abstract_hidden(SCORE_ROWS), self.abstract_block),
+                returns=(ScoredBlock, TargetScores),
+            )
+            for name, most in (("score_top", num_top), ("score", 0))
+        ]
+
+    def count_program(self) -> Program:
+        """Puts histories into the count table, COUNT_PIECE tokens at a time."""
+        ids = jax.ShapeDtypeStruct((COUNT_PIECE,), jnp.int32)
+        slot, starts_over = np.zeros((), np.int32), np.zeros((), np.bool_)
+        return Program(
+            key=("load_counts", COUNT_PIECE),
+            function=load_counts,
+            arguments=(self.abstract_counts, slot, starts_over, ids, ids),
+            donated=(0,),
+        )
+
+
+def count_table_bytes(shapes: StepShapes) -> int:
+    """Device memory, in bytes, of the table that penalties read."""
+    table = shapes.abstract_counts
+    return math.prod(table.shape) * table.dtype.itemsize
 
 
 def largest_step_bytes(shapes: StepShapes, lower: Lowering = lower_traced) -> int:
@@ -186,15 +285,20 @@ def largest_step_bytes(shapes: StepShapes, lower: Lowering = lower_traced) -> in
     largest = [
         *shapes.token_programs(shapes.buckets.tokens[-1]),
         *shapes.row_programs(shapes.buckets.rows[-1]),
+        *shapes.score_programs(),
     ]
     table.compile_all(largest)
+    logits_bytes = 4 * shapes.buckets.rows[-1] * shapes.model.config.vocab_size
     sizes = []
     for program in largest:
         analysis = table[program.key].memory_analysis()
         assert analysis is not None, f"no memory analysis of {program.key} on this platform"
+        # Raw and processed logits wait on the device while the programs run that read them.
+        held = {"process": 1, "sample": 2, "count": 2, "candidates": 2}.get(program.key[0], 0)
         sizes.append(
             analysis.temp_size_in_bytes
             + analysis.output_size_in_bytes
             - analysis.alias_size_in_bytes
+            + held * logits_bytes
         )
     return int(max(sizes))

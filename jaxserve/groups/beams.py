@@ -19,7 +19,7 @@ from jaxserve.groups.outbox import Outbox
 from jaxserve.request import CompletionOutput
 from jaxserve.sampling_params import BeamParams
 from jaxserve.schedule.batch import MAX_CANDIDATES
-from jaxserve.schedule.beam import BeamSearch, Extension, Hypothesis, path_tokens
+from jaxserve.schedule.beam import BeamSearch, Extension, Hypothesis, path_tokens, path_tops
 from jaxserve.schedule.scheduler import Scheduler
 from jaxserve.schedule.sequence import Sequence, Status
 
@@ -166,12 +166,13 @@ class BeamGroup(Group):
             reason = token_ids[-1] if token_ids[-1] in own else None
         elif hypothesis.finish_reason == "length":
             reason = None
-        wants_logprobs = self.request.sampling_params.wants_logprobs
+        params = self.request.sampling_params
         return CompletionOutput(
             index=rank,
             text="",
             token_ids=token_ids,
-            logprobs=logprobs if wants_logprobs else None,
+            logprobs=logprobs if params.wants_logprobs else None,
+            top_logprobs=path_tops(hypothesis.path) if params.num_top_logprobs else None,
             finish_reason=hypothesis.finish_reason,
             stop_reason=reason,
             score=hypothesis.score,

@@ -13,14 +13,14 @@ such one ("the leader"); afterwards all of them are.
 
 from array import array
 from collections.abc import Sequence as Several
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from jaxserve.errors import InvalidRequestError
+from jaxserve.field_checks import require_within
 from jaxserve.groups.group import NON_FINITE, Group
 from jaxserve.groups.outbox import Outbox
 from jaxserve.request import CompletionOutput, Request
-from jaxserve.sampling_params import require_within
 from jaxserve.schedule.scheduler import Scheduler
 from jaxserve.schedule.sequence import Sequence, Status
 from jaxserve.text.watcher import Observation, TokenWatcher
@@ -67,6 +67,13 @@ class Choice:
         self.num_shown += 1
         return self.watcher.observe([self.seq.token_ids[self.seq.num_prompt_tokens + index]])
 
+    def hides(self, reason: str) -> bool:
+        """Whether the token that ends it for this reason has no part in the text: the watcher is not
+        shown it, so what is held is released before it, and nothing is cut for its sake."""
+        params = self.seq.request.sampling_params
+        is_shown = self.watcher is None or params.include_stop_str_in_output
+        return reason == "stop" and not is_shown
+
     def flush(self) -> Observation | None:
         """What the watcher still holds; it is not asked again."""
         if self.watcher is None:
@@ -82,12 +89,13 @@ class Choice:
         begin = self.progress.num_released
         end = begin + sum(one.num_tokens for one in seen)
         first = seq.num_prompt_tokens
-        wants_logprobs = seq.request.sampling_params.wants_logprobs
+        params = seq.request.sampling_params
         return CompletionOutput(
             index=self.index,
             text="".join(one.text for one in seen),
             token_ids=seq.token_ids[first + begin : first + end].tolist(),
-            logprobs=seq.logprobs[begin:end] if wants_logprobs else None,
+            logprobs=seq.logprobs[begin:end] if params.wants_logprobs else None,
+            top_logprobs=seq.top_logprobs[begin:end] if seq.num_top_logprobs else None,
             finish_reason=reason,
             stop_reason=stop_reason,
         )
@@ -135,7 +143,7 @@ class ChoiceGroup(Group):
         return [c.seq for c in self.choices if c.progress.finish_reason in HELD_AFTER]
 
     def start(self, parent: Sequence | None, num_tokens: int) -> None:
-        if self.first.max_tokens == 0:
+        if self.first.max_tokens == 0:  # and nothing is to be scored either
             for choice in self.choices:
                 choice.progress = Progress(finish_reason="length")
             self.outbox.ready[self] = (
@@ -149,6 +157,9 @@ class ChoiceGroup(Group):
 
     def advance(self, seqs: Several[Sequence]) -> None:
         for seq in seqs:
+            if self.request.sampling_params.max_tokens == 0:
+                self._end_unshown()
+                continue
             if not self.has_spread:
                 self._spread(seq)
             self._take_tokens(self.choices[seq.order[1]])
@@ -160,18 +171,31 @@ class ChoiceGroup(Group):
         before = choice.progress
         count = before.num_observed + 1
         if len(seq.logprobs) != count or count >= seq.max_tokens:
-            return False
+            return False  # always so where no tokens were asked for
         token_id = seq.token_ids[len(seq.prompt_token_ids) + before.num_observed]
         if token_id in seq.stop_ids:
             return False
         logprobs = seq.logprobs[-1:] if self.wants_logprobs else None
         output = CompletionOutput(
-            index=choice.index, text="", token_ids=[token_id], logprobs=logprobs
+            index=choice.index,
+            text="",
+            token_ids=[token_id],
+            logprobs=logprobs,
+            top_logprobs=seq.top_logprobs[-1:] if seq.num_top_logprobs else None,
         )
         news, progress = (self, (output,)), Progress(count, before.num_released + 1, None)
         # Two stores and no call in one statement: no interrupt can come between them.
         self.outbox.ready[choice], choice.progress = news, progress
         return True
+
+    def _end_unshown(self) -> None:
+        """Ends a request for no tokens: its prompt was computed and scored, what was sampled behind it
+        is nobody's.
+        """
+        going_on = self._going_on()
+        for choice in going_on:
+            self._commit(choice, choice.completion([], "length", None), num_observed=0)
+        self.scheduler.finish(going_on[0].seq)
 
     def _spread(self, leader: Sequence) -> None:
         """Gives the other choices what was computed of the prompt."""
@@ -188,18 +212,22 @@ class ChoiceGroup(Group):
         """
         seen: list[Observation] = []
         ending = None
+        num_observed = 0
         for index in range(choice.progress.num_observed, choice.seq.num_output_tokens):
             ending = choice.seq.ending(index + 1)
+            num_observed += 1
+            if ending is not None and choice.hides(ending[0]):
+                break
             seen.append(choice.observe(index))
             if ending is not None or seen[-1].stopped:
                 break
-        if seen[-1].stopped:
+        if seen and seen[-1].stopped:
             output = choice.completion(seen, "stop", seen[-1].stop_reason)
         elif ending is not None:
             output = self._last(choice, *ending, *seen)
         else:
             output = choice.completion(seen, None, None)
-        self._commit(choice, output, num_observed=len(seen))
+        self._commit(choice, output, num_observed=num_observed)
         if output.finish_reason is not None:
             if self.request.hold:
                 self.scheduler.hold(choice.seq)
@@ -215,6 +243,8 @@ class ChoiceGroup(Group):
             return choice.completion(seen, reason, stop_reason)
         if rest.stopped:  # the very last characters, held until now, complete a stop string
             reason, stop_reason = "stop", rest.stop_reason
+        elif choice.hides(reason):
+            rest = replace(rest, num_tokens=rest.num_tokens + 1)
         return choice.completion([*seen, rest], reason, stop_reason)
 
     def _commit(self, choice: Choice, output: CompletionOutput, *, num_observed: int) -> None:
@@ -236,7 +266,9 @@ class ChoiceGroup(Group):
         # Before the first token all choices depend on the one that computes the prompt.
         lost = [self.choices[seq.order[1]]] if self.has_spread else self._going_on()
         for choice in lost:
-            self._commit(choice, self._last(choice, "error", NON_FINITE), num_observed=0)
+            self._commit(
+                choice, self._last(choice, "error", seq.fault or NON_FINITE), num_observed=0
+            )
         self.scheduler.finish(seq)
 
     def check_index(self, index: object) -> None:

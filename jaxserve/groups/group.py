@@ -16,7 +16,9 @@ from jaxserve.request import CompletionOutput, Request, RequestOutput
 from jaxserve.schedule.scheduler import Scheduler
 from jaxserve.schedule.sequence import Sequence
 
-NON_FINITE = "non_finite_logits"  # the stop_reason of finish_reason "error"
+NON_FINITE = (
+    "non_finite_logits"  # the stop_reason of finish_reason "error", where there is no fault
+)
 
 
 class Group(ABC):
@@ -69,7 +71,9 @@ class Group(ABC):
 
     @abstractmethod
     def fail(self, seq: Sequence) -> None:
-        """Ends what depends on a sequence whose step computed something that is no finite number."""
+        """Ends what depends on a sequence whose step computed something that is no finite number, or that
+        has a `fault`.
+        """
 
     @abstractmethod
     def check_index(self, index: object) -> None:
@@ -117,4 +121,5 @@ class Group(ABC):
             num_prompt_tokens=len(first.prompt_token_ids),
             num_cached_tokens=first.num_cached_tokens,
             finished=finished,
+            prompt_logprobs=None if first.scores is None else first.scores.result(),
         )

@@ -1,10 +1,13 @@
 """What a request may hold: checked by the engine before anything is taken for it."""
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
 from jaxserve.errors import InvalidRequestError, shown
+from jaxserve.field_checks import require_within
 from jaxserve.request import Request
+from jaxserve.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,14 +32,13 @@ class Limits:
             prompt: its prompt, as plain ids.
 
         Raises:
-            InvalidRequestError: an id outside the vocabulary; no room for the prompt.
+            InvalidRequestError: an id outside the vocabulary, in the prompt or in a field of the sampling
+                params; a prompt_logprobs_start outside the prompt; no room for the prompt.
         """
-        for i in prompt:
-            if not 0 <= i < self.vocab_size:
-                raise InvalidRequestError(
-                    f"prompt token ids must be in [0, {self.vocab_size}), got {shown(i)}",
-                    param="prompt",
-                )
+        self._check_ids("prompt", prompt)
+        start = request.prompt_logprobs_start
+        require_within("prompt_logprobs_start", start, 0, len(prompt) - 1)
+        self._check_params(request.sampling_params)
         asked = request.sampling_params.max_tokens
         least = 0 if asked == 0 else 1
         room = self.max_model_len - len(prompt)
@@ -47,8 +49,8 @@ class Limits:
                 param="prompt",
                 code="context_length_exceeded",
             )
-        if asked == 0:
-            return 0
+        if asked == 0 and request.sampling_params.prompt_logprobs is None:
+            return 0  # nothing is computed
         # The last token sampled is never computed, so it needs no slot.
         pool_room = self.num_slots - len(prompt) + 1
         if pool_room < 1:
@@ -60,3 +62,19 @@ class Limits:
             )
         room = min(room, pool_room)
         return room if asked is None else min(asked, room)
+
+    def _check_params(self, params: SamplingParams) -> None:
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
+        self._check_ids("logit_bias", (token_id for token_id, _ in params.bias_pairs))
+        for word in params.bad_words:
+            if not isinstance(word, str):
+                self._check_ids("bad_words", word)
+
+    def _check_ids(self, name: str, token_ids: Iterable[int]) -> None:
+        for i in token_ids:
+            if not 0 <= i < self.vocab_size:
+                raise InvalidRequestError(
+                    f"{name} token ids must be in [0, {self.vocab_size}), got {shown(i)}",
+                    param=name,
+                )

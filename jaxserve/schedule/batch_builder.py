@@ -4,16 +4,29 @@ While the same sequences go on in the same order, what does not change from one 
 the same array as in the batch before: batches are read-only, so they may share it.
 
 Invariant: a batch depends on its plan alone; `build_batch`, which remembers nothing, gives equal arrays.
+Only of sequences with penalties the builder remembers where the device counts their tokens: what a batch
+loads into which slot depends on the batches before it, what is sampled does not.
 """
 
 from array import array
 from operator import itemgetter
+from typing import Any
 
 import numpy as np
 
 from jaxserve.pages.page_table import PageTable
-from jaxserve.schedule.batch import DeviceBatch, no_pairs, sampling_arrays
+from jaxserve.schedule.batch import (
+    CountLoad,
+    DeviceBatch,
+    LogitBias,
+    Penalties,
+    bias_arrays,
+    no_pairs,
+    penalty_arrays,
+    sampling_arrays,
+)
 from jaxserve.schedule.buckets import Buckets
+from jaxserve.schedule.penalties import PenaltySlots
 from jaxserve.schedule.plan import StepPlan
 from jaxserve.schedule.sequence import Sequence
 
@@ -39,7 +52,17 @@ class BatchBuilder:
         self._sampling: list[Sequence] = []
         self._num_rows = -1
         self._num_prompt_tokens = np.zeros(0, np.int32)
-        self._sampling_arrays: dict[str, np.ndarray] = {}
+        self._sampling_arrays: dict[str, Any] = {}
+        # Rows and sequences that ask for more than a draw; mostly there are none.
+        self._penalized: list[tuple[int, Sequence]] = []
+        self._constrained: list[tuple[int, Sequence]] = []
+        self._penalties: Penalties | None = None
+        self._logit_bias: LogitBias | None = None
+        self._slots = PenaltySlots(self._max_seqs)
+
+    def forget(self) -> None:
+        """What was sent is void, and so is what the device counted."""
+        self._slots.forget()
 
     def __call__(self, plan: StepPlan) -> DeviceBatch:
         """Fills the arrays of a plan's bucket.
@@ -70,6 +93,7 @@ class BatchBuilder:
         self._take_sampling(sampling, plan.bucket.num_rows)
         output_positions = np.zeros(plan.bucket.num_rows, np.int32)
         output_positions[: len(sampling)] = ends[samples] - self._num_prompt_tokens
+        penalties, loads = self._place_penalties(output_positions, plan.num_steps)
         return DeviceBatch(
             bucket=plan.bucket,
             num_rows=len(sampling),
@@ -82,13 +106,34 @@ class BatchBuilder:
             cu_q_lens=cu_q_lens,
             ranges=np.array([num_single, num_single, num_seqs], np.int32),
             logit_rows=logit_rows,
-            wants_candidates=any(seq.wants_candidates for seq in sampling),
+            wants_candidates=any(
+                seq.wants_candidates or seq.num_top_logprobs > 0 for seq in sampling
+            ),
+            **_scoring_arrays(plan, cu_q_lens),
             moves_out=_pairs(plan.moves_out),
             copies=_pairs(plan.copies),
             moves_in=_pairs(plan.moves_in),
             output_positions=output_positions,
+            penalties=penalties,
+            count_loads=tuple(loads),
+            logit_bias=self._logit_bias,
+            awaits_masks=any(
+                seq.needs_mask(int(output_positions[row])) for row, seq in self._constrained
+            ),
             **self._sampling_arrays,
         )
+
+    def _place_penalties(
+        self, output_positions: np.ndarray, num_steps: int
+    ) -> tuple[Penalties | None, list[CountLoad]]:
+        """The penalties of the rows with their slots, and what these lack."""
+        if self._penalties is None:
+            return None, []
+        rows = [(seq, int(output_positions[row])) for row, seq in self._penalized]
+        found, loads = self._slots.place(rows, num_steps)
+        slots = self._penalties.slots.copy()
+        slots[[row for row, _ in self._penalized]] = found
+        return self._penalties._replace(slots=slots), loads
 
     def _page_table(self, tables: list[PageTable]) -> np.ndarray:
         """i32[S * P], made anew only where a page table has changed."""
@@ -120,11 +165,22 @@ class BatchBuilder:
         self._sampling = sampling
         self._sampling_arrays = sampling_arrays(sampling, num_rows)
         self._num_prompt_tokens = np.array([s.num_prompt_tokens for s in sampling], np.int32)
+        rows = list(enumerate(sampling))
+        self._constrained = [(row, seq) for row, seq in rows if seq.constraints]
+        self._penalized = [
+            (row, seq) for row, seq in rows if seq.request.sampling_params.wants_penalties
+        ]
+        self._penalties = None
+        if self._penalized:
+            self._penalties = penalty_arrays(sampling, num_rows, self._max_seqs)
+        self._logit_bias = bias_arrays(sampling, num_rows)
         self._num_rows = num_rows
 
 
 def build_batch(plan: StepPlan, buckets: Buckets, max_pages: int) -> DeviceBatch:
-    """The batch of one plan; arguments as of `BatchBuilder`."""
+    """The batch of one plan; arguments as of `BatchBuilder`. Of sequences with penalties all tokens
+    have to be known.
+    """
     return BatchBuilder(buckets, max_pages)(plan)
 
 
@@ -139,6 +195,26 @@ def _token_ids(plan: StepPlan) -> np.ndarray:
     token_ids = np.zeros(plan.bucket.num_tokens, np.int32)
     token_ids[: plan.num_tokens] = ids
     return token_ids
+
+
+def _scoring_arrays(plan: StepPlan, cu_q_lens: np.ndarray) -> dict[str, Any]:
+    """The fields of a batch that say what is scored; none where nothing is."""
+    if not plan.scored:
+        return {}
+    rows, targets = array("i"), array("i")
+    for index, first, end in plan.scored:
+        seq, start, _, _ = plan.slices[index]
+        begin = int(cu_q_lens[index]) + first - 1 - start
+        rows.extend(range(begin, begin + end - first))
+        targets.extend(seq.token_ids[first:end])
+    return {
+        "score_rows": np.array(rows, np.int32),
+        "score_targets": np.array(targets, np.int32),
+        "wants_score_top": any(
+            scores is not None and scores.num_top > 0
+            for scores in (plan.slices[index].seq.scores for index, _, _ in plan.scored)
+        ),
+    }
 
 
 def _pairs(pairs: tuple[tuple[int, int], ...]) -> np.ndarray:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from jaxserve.sampling_params import BeamParams
-from jaxserve.schedule.sequence import Candidates
+from jaxserve.schedule.sequence import Candidates, TopLogprobs
 
 
 class Path(NamedTuple):
@@ -30,6 +30,7 @@ class Path(NamedTuple):
     before: "Path | None"
     token_id: int
     logprob: float
+    top: TopLogprobs | None = None  # the likeliest tokens there, if asked for
 
 
 class Beam(NamedTuple):
@@ -109,11 +110,11 @@ class BeamSearch:
             is_stop = one.token_id in self.stop_ids
             if is_stop or length == self.max_tokens:
                 if rank < width:
-                    path = Path(self.beams[one.parent].path, one.token_id, one.logprob)
+                    path = self._path(one, candidates)
                     reason = "stop" if is_stop else "length"
                     hypotheses.append(Hypothesis(path, self._score(sum_logprob, length), reason))
             elif len(running) < width:
-                path = Path(self.beams[one.parent].path, one.token_id, one.logprob)
+                path = self._path(one, candidates)
                 running.append((Beam(path, sum_logprob), one))
         following = replace(
             self,
@@ -122,6 +123,11 @@ class BeamSearch:
             num_generated=length,
         )
         return replace(following, is_done=not following._goes_on()), tuple(e for _, e in running)
+
+    def _path(self, one: Extension, candidates: Sequence[Candidates]) -> Path:
+        count = self.params.num_top_logprobs
+        top = candidates[one.parent].top(count) if count else None
+        return Path(self.beams[one.parent].path, one.token_id, one.logprob, top)
 
     def give_up(self, reason: str) -> "BeamSearch":
         """The search as it ends when it is cut short: the running beams become hypotheses too.
@@ -170,9 +176,18 @@ class BeamSearch:
 
 def path_tokens(path: Path | None) -> tuple[list[int], list[float]]:
     """The tokens of a path and their natural-log probabilities, first to last."""
-    ids, logprobs = [], []
+    steps = _steps(path)
+    return [one.token_id for one in steps], [one.logprob for one in steps]
+
+
+def path_tops(path: Path | None) -> list[TopLogprobs]:
+    """The likeliest tokens at each step of a path, first to last; they were asked for."""
+    return [one.top for one in _steps(path) if one.top is not None]
+
+
+def _steps(path: Path | None) -> list[Path]:
+    steps = []
     while path is not None:
-        ids.append(path.token_id)
-        logprobs.append(path.logprob)
+        steps.append(path)
         path = path.before
-    return ids[::-1], logprobs[::-1]
+    return steps[::-1]

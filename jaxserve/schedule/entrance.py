@@ -46,7 +46,7 @@ class Entrance:
         if len(seq.page_table):
             return seq.num_computed_tokens
         num_swapped = 0 if seq.host_pages is None else seq.host_pages.num_tokens
-        return max(num_swapped, self._kv.peek(self._namespace(seq), seq.token_ids))
+        return max(num_swapped, self._kv.peek(self._namespace(seq), seq.matchable_token_ids))
 
     def admit(
         self, seq: Sequence, budget: int, running: Several[Sequence], partial: Several[Sequence]
@@ -79,7 +79,7 @@ class Entrance:
     ) -> int:
         has_pages = len(seq.page_table) > 0
         if not has_pages:
-            match = self._kv.match(self._namespace(seq), seq.token_ids, copy_last_page)
+            match = self._kv.match(self._namespace(seq), seq.matchable_token_ids, copy_last_page)
             self._kv.adopt(seq.page_table, match)
             seq.num_computed_tokens = match.num_tokens
         num_matched_pages = len(seq.page_table)

@@ -12,14 +12,15 @@ of the step before.
 from collections.abc import Sequence as Several
 
 from jaxserve.pages.kv_manager import KVManager
-from jaxserve.schedule.batch import SampledTokens
+from jaxserve.schedule.batch import SampledTokens, TokenScores
 from jaxserve.schedule.plan import ScheduledSlice, StepPlan, StepResult
 from jaxserve.schedule.sequence import Candidates
 
 
 def count_decode_steps(slices: Several[ScheduledSlice], most: int, kv: KVManager) -> int:
     """How many tokens of each sequence a step may compute one after the other: 1 unless every slice
-    is a token that samples, and no sequence would get more than it asked for. Takes the pages.
+    is a token that samples, no sequence would get more than it asked for, and the host need not say
+    what may come next. Takes the pages.
 
     Args:
         slices: of the step.
@@ -30,6 +31,10 @@ def count_decode_steps(slices: Several[ScheduledSlice], most: int, kv: KVManager
         if num_tokens > 1 or not num_samples or seq.is_awaited:
             return 1
         most = min(most, seq.max_num_tokens - start)
+        if seq.constraints:
+            first = start + num_tokens - seq.num_prompt_tokens  # output position sampled first
+            masked = (i for i in range(most) if seq.needs_mask(first + i))
+            most = max(1, next(masked, most))
     if most > 1:
         for seq, start, _, _ in slices:
             if not kv.grow(seq.page_table, start + most, start):
@@ -67,6 +72,9 @@ def take_in(plan: StepPlan, sampled: SampledTokens, kv: KVManager) -> StepResult
     since, all but the tokens that it sampled.
     """
     result = StepResult([], [])
+    if plan.scored:
+        assert sampled.scores is not None
+        _take_scores(plan, sampled.scores, sampled.finite.tolist())
     # All at once: taking numbers out of an array one by one is slow.
     token_ids, logprobs = sampled.token_ids.tolist(), sampled.logprobs.tolist()
     finite = sampled.finite.tolist()
@@ -87,6 +95,10 @@ def take_in(plan: StepPlan, sampled: SampledTokens, kv: KVManager) -> StepResult
                 seq.token_ids[position] = token_id
                 position += 1
             seq.logprobs += logprobs[first_row]
+            if seq.num_top_logprobs:
+                seq.top_logprobs += [
+                    one.top(seq.num_top_logprobs) for one in _candidates_of_row(sampled, first_row)
+                ]
         if seq.num_in_flight:
             before, after = seq.num_computed_tokens, seq.num_computed_tokens + num_tokens + more
             seq.num_in_flight -= num_tokens + more
@@ -95,12 +107,27 @@ def take_in(plan: StepPlan, sampled: SampledTokens, kv: KVManager) -> StepResult
                 kv.record(seq.page_table, seq.token_ids, after, seq.request.priority)
         if num_samples:
             if seq.wants_candidates:
-                seq.candidates = _candidates_of_row(sampled, first_row)
+                (seq.candidates,) = _candidates_of_row(sampled, first_row)
             result.advanced.append(seq)
     return result
 
 
-def _candidates_of_row(sampled: SampledTokens, row: int) -> Candidates:
+def _take_scores(plan: StepPlan, scores: TokenScores, finite: Several[bool]) -> None:
+    """Gives each sequence its part of a step's scores; those of a slice that failed, or of a sequence
+    that has ended meanwhile, are dropped.
+    """
+    begin = 0
+    for index, first, end in plan.scored:
+        part = scores.part(begin, begin + end - first)
+        begin += end - first
+        seq = plan.slices[index].seq
+        if finite[index] and not seq.has_ended:
+            assert seq.scores is not None
+            seq.scores.put(first, *part)
+
+
+def _candidates_of_row(sampled: SampledTokens, row: int) -> list[Candidates]:
+    """One for each token of a row."""
     assert sampled.candidate_ids is not None
     assert sampled.candidate_logprobs is not None
-    return Candidates(sampled.candidate_ids[row], sampled.candidate_logprobs[row])
+    return list(map(Candidates, sampled.candidate_ids[row], sampled.candidate_logprobs[row]))

@@ -6,6 +6,8 @@ and `--schedule_log` are two of them.
 
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from jaxserve.schedule.batch import DeviceBatch, SampledTokens
 from jaxserve.schedule.plan import StepPlan, StepResult
 
@@ -22,6 +24,7 @@ class StepRecord(NamedTuple):
         seconds: from its start, or the end of the step before it if that was later, to its result.
         following: the step that was sent before this one's result was known; None if there is none.
             It still computes for sequences that ended in this one.
+        masks: what its rows were allowed to sample, u32[num_rows, W]; None where it awaited none.
     """
 
     plan: StepPlan
@@ -30,6 +33,7 @@ class StepRecord(NamedTuple):
     result: StepResult
     seconds: float
     following: StepPlan | None = None
+    masks: np.ndarray | None = None
 
 
 class StepObserver(Protocol):

@@ -1,5 +1,6 @@
 """What one step will do: a named plan between the scheduler, which decides, and the batch, which is sent."""
 
+from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,6 +25,36 @@ class ScheduledSlice(NamedTuple):
     num_samples: int
 
 
+class ScoredRange(NamedTuple):
+    """Which positions of a prompt a slice scores.
+
+    Args:
+        index: of the slice in its plan.
+        first, end: positions [first, end); token i is scored by the token computed at i - 1.
+    """
+
+    index: int
+    first: int
+    end: int
+
+
+def scored_ranges(slices: Several[ScheduledSlice]) -> tuple[ScoredRange, ...]:
+    """What a step scores: every position that is wanted, not known yet, and follows one of its tokens.
+
+    Args:
+        slices: in the order of the plan.
+    """
+    ranges = []
+    for index, (seq, start, num_tokens, _) in enumerate(slices):
+        scores = seq.scores
+        if scores is not None:
+            first = max(scores.next_position, start + 1)
+            end = min(scores.num_tokens, start + num_tokens + 1)
+            if first < end:
+                ranges.append(ScoredRange(index, first, end))
+    return tuple(ranges)
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
     """One step.
@@ -37,6 +68,7 @@ class StepPlan:
             between.
         is_awaited: the host has to see what it samples before the next step can be planned: a beam's
             candidates, the first token of a request with several choices.
+        scored: which positions of prompts are scored, in the order of the slices.
         moves_out: (device page, host page) pairs, done first of all.
         copies: (source page, target page) pairs, done next; no target is a source of another.
         moves_in: (host page, device page) pairs, done last before the step.
@@ -47,6 +79,7 @@ class StepPlan:
     num_tokens: int
     num_steps: int = 1
     is_awaited: bool = False
+    scored: tuple[ScoredRange, ...] = ()
     moves_out: Pairs = ()
     copies: Pairs = ()
     moves_in: Pairs = ()
@@ -66,8 +99,8 @@ class StepResult(NamedTuple):
 
     Args:
         advanced: those that got a token, or candidates for one, in plan order.
-        failed: those whose hidden states or logits were NaN or infinite. Nothing of this step was
-            kept of them, and they have to be ended.
+        failed: those whose hidden states or logits were NaN or infinite, or whose `fault` says why they
+            cannot go on. Nothing of this step was kept of them, and they have to be ended.
     """
 
     advanced: list[Sequence]

@@ -46,19 +46,19 @@ class PrefixWait:
         """Whether a running one has the page that follows the cached prefix of `seq` among its known
         tokens and has not computed it yet.
         """
-        salt, size = seq.request.cache_salt, self._page_size
+        salt, size, most = seq.request.cache_salt, self._page_size, seq.num_matchable
         end = -1
         for other in running:
             first_missing = other.num_computed_tokens - other.num_computed_tokens % size
-            if first_missing + size > min(len(other.token_ids), len(seq.token_ids)):
+            if first_missing + size > min(len(other.token_ids), most):
                 continue  # it fills no page that seq could use; true of most that decode
             if other.request.cache_salt != salt or other.token_ids[:1] != seq.token_ids[:1]:
                 continue
             if end < 0:
                 cached = num_cached(seq)
                 end = cached + size
-                if cached % size or end > len(seq.token_ids):
-                    return False  # all of it is cached, or has no full page left
+                if cached % size or end > most:
+                    return False  # all that may serve it is cached, or has no full page left
             if (
                 other.num_computed_tokens < end <= len(other.token_ids)
                 and other.token_ids[:end] == seq.token_ids[:end]

@@ -15,15 +15,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from jaxserve.executor import Executor
 from jaxserve.pages.page_table import PageTable
 from jaxserve.request import Request
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.schedule.batch_builder import build_batch
+from jaxserve.schedule.batch_builder import BatchBuilder
 from jaxserve.schedule.buckets import Bucket
+from jaxserve.schedule.masks import read_masks
 from jaxserve.schedule.plan import ScheduledSlice, StepPlan
 from jaxserve.schedule.schedule_log import (
     FORMAT,
+    OPTIONAL_FIELDS,
     SAMPLING_FIELDS,
     LogHeader,
     ScheduleLogError,
@@ -42,11 +46,13 @@ class LoggedStep(NamedTuple):
         number: from 1.
         plan: its sequences have tokens and pages as they were.
         outcomes: what each slice sampled, as `schedule_log.outcomes` gives it.
+        masks: what its rows were allowed to sample, u32[num_rows, W]; None where nobody asked.
     """
 
     number: int
     plan: StepPlan
     outcomes: list[list[int] | None]
+    masks: np.ndarray | None = None
 
 
 class ScheduleLog:
@@ -120,7 +126,9 @@ class ScheduleLog:
         token_ids = _ints(record["token_ids"])
         prompt = tuple(token_ids[: record["num_prompt_tokens"]])
         arrival, branch = _ints(record["order"])
-        params = SamplingParams(**{name: record[name] for name in SAMPLING_FIELDS})
+        fields = {name: record[name] for name in SAMPLING_FIELDS}
+        fields |= {name: record[name] for name in OPTIONAL_FIELDS if name in record}
+        params = SamplingParams(**fields)
         (seed,) = _ints([record["seed"]])
         if not 0 <= seed < 2**64:
             raise ValueError(f"seed {seed} is not in [0, 2**64)")
@@ -170,7 +178,8 @@ class ScheduleLog:
         found = [None if ids is None else _ints(ids) for ids in record["outcomes"]]
         if len(found) != len(slices):
             raise ValueError(f"{len(found)} outcomes of {len(slices)} slices")
-        return LoggedStep(record["step"], plan, found)
+        masks = read_masks(record["masks"], num_rows) if "masks" in record else None
+        return LoggedStep(record["step"], plan, found, masks)
 
     def _slice(self, one: list[int]) -> ScheduledSlice:
         key, start, num_tokens, num_samples = one
@@ -328,9 +337,15 @@ def replay(executor: Executor, log: ScheduleLog) -> Replay:
         ScheduleLogError: a line is at fault.
     """
     num_steps = num_tokens = 0
+    build_batch = BatchBuilder(log.buckets, log.max_pages)
     for step in log.steps():
-        batch = build_batch(step.plan, log.buckets, log.max_pages)
-        found = outcomes(step.plan, executor.submit(batch).result())
+        batch = build_batch(step.plan)
+        if step.masks is not None:
+            batch = dataclasses.replace(batch, awaits_masks=True)
+        handle = executor.submit(batch)
+        if step.masks is not None:
+            handle.give_masks(step.masks)
+        found = outcomes(step.plan, handle.result())
         for one, logged, replayed in zip(step.plan.slices, step.outcomes, found, strict=True):
             if logged != replayed:
                 difference = _difference(step, one, logged, replayed)

@@ -15,6 +15,7 @@ key:
      "tokens": {sequence: [start, token_id, ...]},   its tokens from there on
      "moves_out", "copies", "moves_in": [[from, to], ...],
      "num_steps": n,                                 where it is more than 1: tokens of each slice
+     "masks": [W, text],                             where rows may not sample every token: `write_masks`
      "outcomes": [[token_id, ...] or null, ...],     what each slice sampled; null where it failed
      "ended": [sequence, ...], "step_s": seconds}    those that are in no later step
     {"weights_changed_after": step}
@@ -39,8 +40,10 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from jaxserve.errors import JaxserveError
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.schedule.batch import SampledTokens
 from jaxserve.schedule.buckets import Buckets
+from jaxserve.schedule.masks import write_masks
 from jaxserve.schedule.observer import StepRecord
 from jaxserve.schedule.plan import ScheduledSlice, StepPlan
 from jaxserve.schedule.sequence import Sequence, Status
@@ -48,6 +51,8 @@ from jaxserve.stats import EngineStats
 
 FORMAT = 1
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p")  # what a draw depends on
+# This too, but it is left out where it is off.
+OPTIONAL_FIELDS = ("repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias")
 MOVES = ("moves_out", "copies", "moves_in")
 
 
@@ -169,6 +174,7 @@ class ScheduleLogWriter:
             "tokens": tokens,
             **{name: getattr(plan, name) for name in MOVES},
             "num_steps": plan.num_steps if plan.num_steps > 1 else (),
+            "masks": () if step.masks is None else write_masks(step.masks),
             "outcomes": found,
             "ended": [
                 number
@@ -212,6 +218,7 @@ class ScheduleLogWriter:
             "token_ids": token_ids.tolist(),
             "seed": seq.seed,
             **{name: getattr(params, name) for name in SAMPLING_FIELDS},
+            **{name: value for name in OPTIONAL_FIELDS if (value := _if_set(params, name))},
             "is_beam": seq.wants_candidates,
         }
         self._write(_line(line))
@@ -219,6 +226,12 @@ class ScheduleLogWriter:
         self._told[seq] = told
         self._num_sequences += 1
         return told
+
+
+def _if_set(params: SamplingParams, name: str) -> Any:
+    """A field's value; None where it is the default."""
+    value = getattr(params, name)
+    return None if value == getattr(SamplingParams, name) else value
 
 
 def _line(record: dict[str, Any]) -> str:
@@ -268,7 +281,7 @@ def outcomes(plan: StepPlan, sampled: SampledTokens) -> list[list[int] | None]:
             found.append([])
         elif one.seq.wants_candidates:
             assert sampled.candidate_ids is not None
-            found.append(sampled.candidate_ids[row].tolist())
+            found.append(sampled.candidate_ids[row, 0].tolist())
         else:
             found.append(sampled.token_ids[row, : sampled.num_tokens[row]].tolist())
         row += one.num_samples

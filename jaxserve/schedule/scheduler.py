@@ -36,7 +36,7 @@ from jaxserve.schedule.entrance import Entrance
 from jaxserve.schedule.in_flight import begin, count_decode_steps, take_in
 from jaxserve.schedule.invariants import check_queues
 from jaxserve.schedule.parked import Parked
-from jaxserve.schedule.plan import ScheduledSlice, StepPlan, StepResult
+from jaxserve.schedule.plan import ScheduledSlice, StepPlan, StepResult, scored_ranges
 from jaxserve.schedule.preemption import PreemptionMode
 from jaxserve.schedule.prefix_wait import PrefixWait
 from jaxserve.schedule.queue import NumCached, Policy, WaitingQueue
@@ -113,7 +113,7 @@ class Scheduler:
                 one is computed again, into a copy of its page: somebody has to compute logits.
             num_tokens: cut to what the parent has computed.
         """
-        shared = min(num_tokens, parent.num_computed_tokens, len(child.token_ids) - 1)
+        shared = min(num_tokens, parent.num_computed_tokens, child.num_matchable - 1)
         if shared > 0 and len(parent.page_table):
             child.page_table = self.kv.fork(parent.page_table, shared)
             child.num_computed_tokens = child.num_cached_tokens = shared
@@ -183,6 +183,7 @@ class Scheduler:
             num_tokens=num_tokens,
             num_steps=num_steps,
             is_awaited=is_awaited,
+            scored=scored_ranges(slices),
             **moves._asdict(),
         )
 

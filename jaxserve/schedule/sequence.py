@@ -20,9 +20,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxserve.constraints.constraint import Constraint
 from jaxserve.pages.page_table import PageTable
 from jaxserve.pages.tiers import HostPages
 from jaxserve.request import CacheSalt, Request
+from jaxserve.schedule.scoring import PromptScores
 
 
 class Status(enum.Enum):
@@ -47,6 +49,9 @@ class Namespace(NamedTuple):
     adapter: str | None
 
 
+TopLogprobs = list[tuple[int, float]]  # (token id, natural-log probability), best first
+
+
 class Candidates(NamedTuple):
     """The likeliest next tokens of a sequence, best first.
 
@@ -57,6 +62,11 @@ class Candidates(NamedTuple):
 
     token_ids: np.ndarray
     logprobs: np.ndarray
+
+    def top(self, count: int) -> TopLogprobs:
+        """The first `count` of them, or all if there are fewer."""
+        ids, logprobs = self.token_ids[:count].tolist(), self.logprobs[:count].tolist()
+        return list(zip(ids, logprobs, strict=True))
 
 
 @dataclass(kw_only=True, eq=False)
@@ -73,6 +83,9 @@ class Sequence:
         stop_ids: ids that end it: the end set (unless ignore_eos) and the request's stop_token_ids.
         page_table: its pages.
         wants_candidates: it is a beam: steps fill `candidates`, and whoever chooses appends.
+        constraints: what its tokens must keep to, the strongest first.
+        num_top_logprobs: likeliest tokens to keep of each output token; 0 = none.
+        scores: of its prompt, where they are wanted; shared by the choices of a request.
     """
 
     request: Request
@@ -83,8 +96,12 @@ class Sequence:
     stop_ids: frozenset[int]
     page_table: PageTable
     wants_candidates: bool = False
+    constraints: tuple[Constraint, ...] = ()
+    num_top_logprobs: int = 0
+    scores: PromptScores | None = None
     token_ids: array = field(init=False)  # i32[prompt + output]
     logprobs: list[float] = field(init=False, default_factory=list)
+    top_logprobs: list[TopLogprobs] = field(init=False, default_factory=list)  # or none at all
     candidates: Candidates | None = field(init=False, default=None)
     num_computed_tokens: int = field(init=False, default=0)
     num_in_flight: int = field(init=False, default=0)  # tokens that the step under way computes
@@ -95,6 +112,9 @@ class Sequence:
     host_pages: HostPages | None = field(init=False, default=None)
     max_num_tokens: int = field(init=False)  # most it can ever compute: the last one sampled is not
     is_awaited: bool = field(init=False)  # what it samples is looked at before another step begins
+    fault: str | None = field(
+        init=False, default=None
+    )  # the field that nothing can follow any more
     status: Status = field(init=False, default=Status.WAITING)
 
     def __post_init__(self) -> None:
@@ -126,6 +146,25 @@ class Sequence:
         return self.token_ids[len(self.prompt_token_ids) : self.num_known_tokens].tolist()
 
     @property
+    def has_ended(self) -> bool:
+        return self.status is Status.FINISHED
+
+    @property
+    def num_matchable(self) -> int:
+        """How far pages that others have computed may serve it, and one token more, which it computes
+        itself: all that it has, but where prompt tokens are scored only what lies before them.
+        """
+        most = None if self.scores is None else self.scores.most_reused
+        return len(self.token_ids) if most is None else most + 1
+
+    @property
+    def matchable_token_ids(self) -> array:
+        """These tokens."""
+        num_tokens = self.num_matchable
+        whole = num_tokens == len(self.token_ids)
+        return self.token_ids if whole else self.token_ids[:num_tokens]
+
+    @property
     def next_position(self) -> int:
         """Where the next step goes on."""
         return self.num_computed_tokens + self.num_in_flight
@@ -142,6 +181,10 @@ class Sequence:
         """Whether its last token is pending: no further step is needed, only the result."""
         return len(self.token_ids) > self.max_num_tokens and self.num_pending > 0
 
+    def needs_mask(self, num_output_tokens: int) -> bool:
+        """Whether a constraint may have a say in the token after so many output tokens."""
+        return any(one.needs_mask(num_output_tokens) for one in self.constraints)
+
     def forget_step(self) -> None:
         """Takes back the marks of a step under way: nobody wants its result any more."""
         del self.token_ids[self.num_known_tokens :]
@@ -156,6 +199,7 @@ class Sequence:
     def rewind(self, num_output_tokens: int) -> None:
         """Drops the tokens sampled after the first `num_output_tokens`; they will be sampled again."""
         del self.logprobs[num_output_tokens:]
+        del self.top_logprobs[num_output_tokens:]
         self.forget_step()
         self.candidates = None
 

@@ -6,7 +6,7 @@ sandbox with limits (`text.template_sandbox`).
 
 Invariant: whatever messages and template do, `render` returns a text or raises
     `InvalidRequestError` with param
-"messages", within about `MAX_RENDER_S` seconds. A missing or broken template makes chat fail, not
+"messages" or "tools", within about `MAX_RENDER_S` seconds. A missing or broken template makes chat fail, not
 text completion.
 """
 
@@ -17,13 +17,21 @@ from functools import cached_property
 from typing import Any, NoReturn
 
 import jinja2
+import jinja2.meta
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.text.template_sandbox import BoundedEnvironment, Budget
 
 MAX_RENDER_S = 2.0
 MAX_RENDER_CHARS = 8 * 2**20
+MAX_TOOLS = 128  # as OpenAI has it
 _MAX_DEPTH = 32
+# Fields of a tool's function: name, type, what it has to be. Only the name must be there.
+_FUNCTION_FIELDS = (
+    ("name", str, "a text of at least one character"),
+    ("description", str, "a text, or absent"),
+    ("parameters", dict, "an object, or absent"),
+)
 # All that an expression of a template can raise on odd values; Jinja passes these on as they are.
 _RENDER_ERRORS = (
     jinja2.TemplateError,
@@ -37,8 +45,8 @@ _RENDER_ERRORS = (
 )
 
 
-def _refuse(message: str) -> NoReturn:
-    raise InvalidRequestError(message, param="messages")
+def _refuse(message: str, param: str = "messages") -> NoReturn:
+    raise InvalidRequestError(message, param=param)
 
 
 class ChatTemplate:
@@ -54,7 +62,11 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """The prompt text of a conversation.
 
@@ -64,30 +76,45 @@ class ChatTemplate:
                 An assistant message may have no content. Other fields reach the template as they
                 are; null ones and an empty `tool_calls` count as absent.
             add_generation_prompt: end with the header of an assistant message.
+            tools: functions that the model may call, as OpenAI describes them: {"type": "function",
+                "function": {"name": ..., "description": ..., "parameters": {...}}}, at most
+                MAX_TOOLS; None or an empty list = none. They reach the template as they are.
 
         Raises:
             InvalidRequestError: no template, malformed messages, or the template refused them (its
-                own words are in the message), failed, or ran too long; param "messages".
+                own words are in the message), failed, or ran too long; param "messages". Malformed
+                tools, or a template that has no place for any; param "tools".
         """
         if self.source is None:
             _refuse("messages cannot be used: this checkpoint has no chat template; use prompt")
         plain = check_messages(messages)
+        plain_tools = check_tools(tools)
         variables = {
             **self._special_tokens,
             "messages": plain,
-            "tools": None,
+            "tools": plain_tools,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
         try:
             environment, template = self._compiled
+            if plain_tools and "tools" not in self._variables:
+                _refuse("tools cannot be used: this checkpoint's chat template has none", "tools")
             budget = Budget(max_seconds=MAX_RENDER_S, max_chars=MAX_RENDER_CHARS)
             return environment.render(template, budget, **variables)
+        except InvalidRequestError:
+            raise
         except _RENDER_ERRORS as error:
             what = str(error) or type(error).__name__
             raise InvalidRequestError(
                 f"messages were refused by the chat template: {what}", param="messages"
             ) from error
+
+    @cached_property
+    def _variables(self) -> set[str]:
+        """What the template reads that it does not set itself."""
+        environment, _ = self._compiled
+        return jinja2.meta.find_undeclared_variables(environment.parse(self.source or ""))
 
     @cached_property
     def _compiled(self) -> tuple[BoundedEnvironment, jinja2.Template]:
@@ -142,19 +169,55 @@ def _check_part(part: object, where: str) -> str:
     return part["text"]
 
 
-def _plain(value: Any, where: str, depth: int = 0) -> Any:
+def check_tools(tools: object) -> list[dict[str, Any]] | None:
+    """Tools as plain data; None for an empty list.
+
+    Args:
+        tools: what the user sent; see `ChatTemplate.render`.
+
+    Raises:
+        InvalidRequestError: names the tool and the field at fault; param "tools".
+    """
+    if tools is None:
+        return None
+    if not isinstance(tools, list | tuple):
+        _refuse(f"tools must be a list of tools, got {type(tools).__name__}", "tools")
+    if len(tools) > MAX_TOOLS:
+        _refuse(f"tools must be {MAX_TOOLS} or fewer, got {len(tools)}", "tools")
+    return [_check_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)] or None
+
+
+def _check_tool(tool: object, where: str) -> dict[str, Any]:
+    if not isinstance(tool, Mapping) or tool.get("type") != "function":
+        _refuse(
+            f'{where} must be {{"type": "function", "function": ...}}, got {tool!r:.200}', "tools"
+        )
+    plain = _plain(tool, where, param="tools")
+    function = plain.get("function")
+    if not isinstance(function, dict):
+        _refuse(f"{where}.function must be an object, got {function!r:.200}", "tools")
+    for name, kind, what in _FUNCTION_FIELDS:
+        value = function.get(name)
+        if value is None and name != "name":
+            function.pop(name, None)
+        elif not isinstance(value, kind) or (name == "name" and not value):
+            _refuse(f"{where}.function.{name} must be {what}, got {value!r:.200}", "tools")
+    return plain
+
+
+def _plain(value: Any, where: str, depth: int = 0, param: str = "messages") -> Any:
     """A copy made of JSON types alone, so that a template meets no object with methods of its own."""
     if depth > _MAX_DEPTH:
-        _refuse(f"{where} must be nested at most {_MAX_DEPTH} deep")
+        _refuse(f"{where} must be nested at most {_MAX_DEPTH} deep", param)
     if value is None or type(value) in (str, bool, int, float):
         return value
     if isinstance(value, Mapping):
         if not all(type(key) is str for key in value):
-            _refuse(f"{where} must have strings as keys, got {list(value)!r:.200}")
-        return {key: _plain(item, where, depth + 1) for key, item in value.items()}
+            _refuse(f"{where} must have strings as keys, got {list(value)!r:.200}", param)
+        return {key: _plain(item, where, depth + 1, param) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item, where, depth + 1) for item in value]
-    _refuse(f"{where} must be made of JSON values, got {type(value).__name__}")
+        return [_plain(item, where, depth + 1, param) for item in value]
+    _refuse(f"{where} must be made of JSON values, got {type(value).__name__}", param)
 
 
 def _raise_exception(message: object) -> NoReturn:

@@ -108,6 +108,15 @@ class Tokenizer:
         """Number of tokens, added ones included; a model's vocabulary may be padded beyond it."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
+    def to_json(self) -> str:
+        """The text of a tokenizer.json that holds every added token."""
+        return self._tokenizer.to_str()
+
+    def end_of_ids(self, limit: int) -> int:
+        """One more than the largest id below `limit` that stands for a token; ids may have gaps."""
+        ids = range(limit - 1, -1, -1)
+        return next((i + 1 for i in ids if self._tokenizer.id_to_token(i) is not None), 0)
+
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """The id of the tokenizer's eos token, as a tuple; empty if it has none. A model may have
@@ -131,18 +140,20 @@ class Tokenizer:
         """Whether `render_chat` and `encode_chat` can work at all."""
         return self._template.source is not None
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self, text: str, add_special_tokens: bool = True, *, param: str = "prompt"
+    ) -> list[int]:
         """Token ids of a text.
 
         Args:
             text: any text; special tokens written in it become their ids, as in transformers.
             add_special_tokens: let the post-processor add its own (a BOS, usually).
+            param: the request's field that the text comes from.
 
         Raises:
-            InvalidRequestError: not a string, or not valid Unicode (a lone surrogate); param
-                "prompt".
+            InvalidRequestError: not a string, or not valid Unicode (a lone surrogate).
         """
-        return self._encode(text, add_special_tokens=add_special_tokens, param="prompt")
+        return self._encode(text, add_special_tokens=add_special_tokens, param=param)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; ids outside the vocabulary give none, bytes that are no character give
@@ -155,21 +166,31 @@ class Tokenizer:
         return text
 
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """The chat template's text for a conversation; see `ChatTemplate.render`."""
-        return self._template.render(messages, add_generation_prompt=add_generation_prompt)
+        return self._template.render(
+            messages, add_generation_prompt=add_generation_prompt, tools=tools
+        )
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
         """Token ids of a rendered conversation. A template writes its own BOS, so none is added.
 
         Raises:
-            InvalidRequestError: the messages are malformed or the template refused them; param
-                "messages".
+            InvalidRequestError: the messages or the tools are malformed or the template refused them;
+                param "messages" or "tools".
         """
-        text = self.render_chat(messages, add_generation_prompt)
+        text = self.render_chat(messages, add_generation_prompt, tools=tools)
         return self._encode(text, add_special_tokens=False, param="messages")
 
     def detokenizer(self, *, skip_special_tokens: bool = True) -> IncrementalDetokenizer:

@@ -72,6 +72,8 @@ class StopWatcher:
         include_stop_str_in_output: cut behind the stop string instead of before it.
         skip_special_tokens: leave special tokens out of the text (their ids are released all the
             same); without effect on a plain function.
+        min_tokens: look for stop strings only behind the text of so many ids; these are always
+            released.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class StopWatcher:
         stop: Sequence[str] = (),
         include_stop_str_in_output: bool = False,
         skip_special_tokens: bool = True,
+        min_tokens: int = 0,
     ) -> None:
         if isinstance(tokenizer, Tokenizer):
             self._detokenizer = tokenizer.detokenizer(skip_special_tokens=skip_special_tokens)
@@ -91,6 +94,10 @@ class StopWatcher:
         self._include_stop = include_stop_str_in_output
         self._held = ""  # known text that is not released
         self._num_released_chars = 0
+        self._num_released_ids = 0
+        self._min_tokens = min_tokens
+        self._num_spans = 0
+        self._search_from = None if min_tokens else 0  # offset into the text; None = not known yet
         self._spans: deque[tuple[int, int]] = deque()  # ids whose text is known but not released
         self._stop_reason: str | None = None
 
@@ -125,6 +132,9 @@ class StopWatcher:
     def _release(self, delta: Delta, *, is_last: bool) -> tuple[str, int]:
         self._held += delta.text
         self._spans.extend(delta.spans)
+        self._num_spans += len(delta.spans)
+        if self._search_from is None and self._num_spans >= self._min_tokens:
+            self._search_from = self._spans[self._min_tokens - self._num_spans - 1][1]
         found = self._find_stop() if delta.text else None
         if found is not None:
             return self._cut(*found)
@@ -136,11 +146,20 @@ class StopWatcher:
         while self._spans and self._spans[0][1] <= self._num_released_chars:
             self._spans.popleft()
             num_tokens += 1
+        self._num_released_ids += num_tokens
         return text, num_tokens
+
+    @property
+    def _begin(self) -> int:
+        """Where in the held text a stop string may begin; its end, where none may yet."""
+        if self._search_from is None:
+            return len(self._held)
+        return max(0, self._search_from - self._num_released_chars)
 
     def _find_stop(self) -> tuple[int, str] | None:
         # A stop string cannot begin before the held text: its beginning would have been held.
-        found = [(self._held.find(stop), stop) for stop in self._stops]
+        begin = self._begin
+        found = [(self._held.find(stop, begin), stop) for stop in self._stops]
         return min(
             ((start, stop) for start, stop in found if start >= 0),
             key=lambda match: (match[0], len(match[1])),
@@ -154,11 +173,12 @@ class StopWatcher:
         self._stop_reason = stop
         self._held = ""
         self._spans.clear()
-        return text, sum(token_start < cut for token_start in starts)
+        num_tokens = sum(token_start < cut for token_start in starts)
+        return text, max(num_tokens, self._min_tokens - self._num_released_ids)
 
     def _num_chars_to_hold(self) -> int:
         """Length of the longest end of the held text that a stop string longer than it begins with."""
-        for length in range(min(self._max_held_chars, len(self._held)), 0, -1):
+        for length in range(min(self._max_held_chars, len(self._held) - self._begin), 0, -1):
             end = self._held[-length:]
             if any(len(stop) > length and stop.startswith(end) for stop in self._stops):
                 return length

@@ -50,8 +50,7 @@ def open_hf_directory(directory: Path) -> Checkpoint:
     if not config_path.is_file():
         raise CheckpointError(f"{directory}: not a checkpoint: it has no config.json")
     hf_config = _read_object(config_path)
-    generation_path = directory / "generation_config.json"
-    generation_config = _read_object(generation_path) if generation_path.is_file() else {}
+    generation_config = read_generation_config(directory)
     config = ModelConfig.from_hf(hf_config, generation_config, str(config_path))
     _check_has_safetensors(directory)
     tokenizer_path = directory / "tokenizer_config.json"
@@ -66,6 +65,16 @@ def open_hf_directory(directory: Path) -> Checkpoint:
         chat_template=_chat_template(directory, tokenizer_config),
         hf_config=hf_config,
     )
+
+
+def read_generation_config(model: Path) -> dict[str, Any]:
+    """The object of a checkpoint's generation_config.json; {} where it has none, as a file has none.
+
+    Raises:
+        CheckpointError: it is no JSON object.
+    """
+    path = model / "generation_config.json"
+    return _read_object(path) if path.is_file() else {}
 
 
 def _check_has_safetensors(directory: Path) -> None:

@@ -5,9 +5,9 @@ jax, so that weights can be read while the modules of the device layer are still
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Thread
 from typing import Any
 
@@ -31,6 +31,8 @@ class LoadedModel:
             or a future of it, which `build_engine` waits for.
         tokenizer: None serves token ids only.
         eos_token_ids: the end set: generation_config, config and tokenizer together.
+        generation_config: the object of generation_config.json, {} when there is none; what
+            `LLM.default_sampling_params` is made of.
         kv_scales: scales for an 8-bit KV cache; what is None is calibrated. Float pages read none.
         load_s: seconds it took to load.
     """
@@ -39,6 +41,7 @@ class LoadedModel:
     params: dict[str, Any] | Future[dict[str, Any]]
     tokenizer: Tokenizer | None = None
     eos_token_ids: Iterable[int] = ()
+    generation_config: Mapping[str, Any] = field(default_factory=dict)
     kv_scales: GivenKVScales | None = None
     load_s: float = 0.0
 
@@ -73,6 +76,7 @@ def load_model(model: str, config: EngineConfig, *, wait: bool = True) -> Loaded
         params=params.result() if wait else params,
         tokenizer=tokenizer,
         eos_token_ids=sorted(eos_token_ids),
+        generation_config=checkpoint.generation_config,
         kv_scales=kv_scales,
         load_s=time.monotonic() - begin,
     )

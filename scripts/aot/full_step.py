@@ -1,5 +1,4 @@
-"""The engine's own programs (embed, layers, select, sample, candidates) of large models, compiled for
-a target.
+"""The engine's own programs of T tokens and of R rows, for large models, compiled for a target.
 
 Used by the workers. One row a step: the device holds params and pages once and, while a program runs,
 its temporaries, so HBM is the sum of the first and the most of the second. Invariant: the programs are
@@ -70,8 +69,13 @@ def argument_specs(program: Program, model: ModelFunctions, layout: str) -> tupl
         "embed": (params["embed"], P(), P()),
         "layers": (model.layer_params(params), pages, P(), P(), P(), P(AXIS)),
         "select": (P(), P(), P()),
-        "sample": (model.head_params(params), P(), P()),
-        "candidates": (P(None, AXIS),),  # the head leaves each device the logits of its own tokens
+        # The head leaves each device the logits of its own tokens.
+        "head": (model.head_params(params), P()),
+        "process": (P(None, AXIS), P(None, AXIS), P(), P(), P()),
+        "sample": (P(None, AXIS), P(None, AXIS), P()),
+        "count": (P(None, AXIS), P(), P()),
+        "load_counts": (P(None, AXIS), P(), P(), P(), P()),
+        "candidates": (P(None, AXIS), P(None, AXIS), P()),
     }[program.key[0]]
 
 

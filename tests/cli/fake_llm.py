@@ -72,8 +72,16 @@ class FakeLLM:
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
         return encode(prompt) if isinstance(prompt, str) else list(prompt)
 
-    def encode_chat(self, messages: Sequence[dict[str, object]]) -> list[int]:
-        return encode("".join(f"{m['role']}: {m['content']}\n" for m in messages))
+    def encode_chat(
+        self,
+        messages: Sequence[dict[str, object]],
+        tools: Sequence[dict[str, object]] | None = None,
+    ) -> list[int]:
+        named = "".join(f"{tool['function']['name']}()\n" for tool in tools or ())
+        return encode(named + "".join(f"{m['role']}: {m['content']}\n" for m in messages))
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return decode(token_ids)
 
     def add(
         self,

@@ -8,10 +8,9 @@ from absl import flags
 
 from jaxserve.cli.arguments import UsageError, parse_arguments
 from jaxserve.cli.bench_offline import offline_flags
-from jaxserve.cli.flags import engine_options, help_text, sampling_defaults
+from jaxserve.cli.flags import engine_options, help_text
 from jaxserve.cli.run import USAGE, run_flags
 from jaxserve.config import CacheConfig, EngineConfig, SchedulerConfig
-from jaxserve.errors import InvalidRequestError
 
 
 def parse(*arguments: str) -> tuple[dict, list[str]]:
@@ -177,18 +176,6 @@ def test_help_says_what_ships_and_what_bounds_the_pool():
     assert "On CPU the pool that this makes is at most 2 GiB" in text
 
 
-def test_stop_token_ids_can_be_repeated_and_listed():
-    values = run_flags()
-    parse_arguments(["--stop-token-ids=1,2", "--stop_token_ids", "3", "a"], values)
-    assert sampling_defaults(values)["stop_token_ids"] == [1, 2, 3]
-    values = run_flags()
-    parse_arguments([], values)
-    assert sampling_defaults(values)["stop_token_ids"] == []
-    parse_arguments(["--stop-token-ids=-1"], values)
-    with pytest.raises(InvalidRequestError, match="stop_token_ids must be a list of token ids"):
-        sampling_defaults(values)
-
-
 def test_integers_may_be_hexadecimal_and_bounds_are_kept():
     values = offline_flags()
     parse_arguments(["--seed=0x10"], values)
@@ -203,7 +190,7 @@ def test_defaults_are_those_of_the_dataclasses():
     options = engine_options(values)
     assert options.pop("compilation_cache_dir") == str(Path.home() / ".cache/jaxserve/xla")
     assert EngineConfig.from_options(options) == EngineConfig()
-    assert sampling_defaults(values)["temperature"] == 1.0
+    assert values["temperature"].value == 1.0
 
 
 @pytest.mark.parametrize("make_flags", [run_flags, offline_flags])

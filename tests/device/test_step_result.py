@@ -9,11 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.device.step import finite_slices, sample_rows, sampling_rows
+from jaxserve.device.row_programs import RawLogits, Sampled, head, sample_rows, sampling_rows
+from jaxserve.device.row_sampler import RowOutputs
+from jaxserve.device.scoring import SCORE_ROWS, ScoredBlock
+from jaxserve.device.step import finite_slices
 from jaxserve.device.step_result import sampled_tokens
+from jaxserve.sample.logprobs import TargetScores
+from jaxserve.schedule.batch import DeviceBatch
+from jaxserve.schedule.buckets import Bucket
 from jaxserve.weights.loader import load_params, open_checkpoint
 from tests import numpy_llama
 from tests.device.executors import (
+    BUCKETS,
     TINY,
     Slice,
     make_batch,
@@ -104,12 +111,18 @@ def test_logits_that_are_not_finite_mark_their_row_alone(options, bad):
             },
         )
     )
-    run = jax.jit(functools.partial(sample_rows, model, {}))  # type: ignore[arg-type]
-    plain = run(logits, rows)
-    assert plain.finite.tolist() == [True] * 4
+    run_head = jax.jit(functools.partial(head, model, 4, 30, {}))  # type: ignore[arg-type]
+    run_sample = jax.jit(functools.partial(sample_rows, 4))
+
+    def run(logits) -> tuple[RawLogits, Sampled]:
+        raw = run_head(logits)
+        return raw, run_sample(raw.logits, raw.logits, rows)
+
+    plain_raw, plain = run(logits)
+    assert plain_raw.finite.tolist() == [True] * 4
     logits[2, :: 1 if bad == "all NaN" else 7] = np.nan if bad == "all NaN" else bad
-    found = run(logits, rows)
-    assert found.finite.tolist() == [True, True, False, True]
+    raw, found = run(logits)
+    assert raw.finite.tolist() == [True, True, False, True]
     assert 0 <= int(found.token_ids[2]) < 30
     for name in ("token_ids", "logprobs"):
         one, other = (np.delete(np.asarray(getattr(x, name)), 2) for x in (plain, found))
@@ -122,12 +135,12 @@ def test_a_row_belongs_to_the_slice_that_holds_its_token():
     rows = np.array([3, 9, 5, 0], np.int32), np.zeros(4, np.float32)
     for bad, slice_at_fault in ((0, 0), (1, 2), (2, 3)):
         row_finite = np.arange(4) != bad
-        found = sampled_tokens(batch, np.ones(4, bool), (*rows, row_finite), None)
+        found = sampled_tokens(batch, np.ones(4, bool), RowOutputs((*rows, row_finite), None))
         assert found.finite.tolist() == [i != slice_at_fault for i in range(4)]
         assert found.token_ids.tolist() == [[3], [9], [5]]
         assert found.num_tokens.tolist() == [1, 1, 1]
     hidden_finite = np.array([True, False, True, True])
-    found = sampled_tokens(batch, hidden_finite, (*rows, np.arange(4) < 3), None)
+    found = sampled_tokens(batch, hidden_finite, RowOutputs((*rows, np.arange(4) < 3), None))
     assert found.finite.tolist() == hidden_finite.tolist()  # row 3 is padding
 
 
@@ -147,15 +160,39 @@ def test_candidates_are_the_likeliest_tokens_by_the_oracle(model):
     found = executor.submit(make_batch(*slices, wants_candidates=True)).result()
     assert found.candidate_ids is not None
     assert found.candidate_logprobs is not None
-    assert found.candidate_ids.shape == found.candidate_logprobs.shape == (3, 64)
+    assert found.candidate_ids.shape == found.candidate_logprobs.shape == (3, 1, 64)
     for row, prompt in enumerate(prompts):
         expected = numpy_llama.log_softmax(numpy_llama.forward(model, prompt)[-1])
-        ids, logprobs = found.candidate_ids[row], found.candidate_logprobs[row]
+        ids, logprobs = found.candidate_ids[row, 0], found.candidate_logprobs[row, 0]
         assert len(set(ids.tolist())) == 64
         np.testing.assert_allclose(logprobs, np.sort(expected)[::-1][:64], atol=1e-3)
         np.testing.assert_allclose(logprobs, expected[ids], atol=1e-3)
-    np.testing.assert_array_equal(found.candidate_ids[:, :1], found.token_ids)
-    np.testing.assert_array_equal(found.candidate_logprobs[:, :1], found.logprobs)
+    np.testing.assert_array_equal(found.candidate_ids[:, :, 0], found.token_ids)
+    np.testing.assert_array_equal(found.candidate_logprobs[:, :, 0], found.logprobs)
     unasked = executor.submit(make_batch(*slices)).result()
     assert unasked.candidate_ids is None
     np.testing.assert_array_equal(unasked.token_ids, found.token_ids)
+
+
+def test_a_scored_row_that_is_not_finite_marks_the_slice_that_holds_it():
+    """Of two blocks; what pads the second one counts for nothing."""
+    batch = dataclasses.replace(
+        DeviceBatch.padding(Bucket(256, 1), BUCKETS, 4, num_rows=0),
+        cu_q_lens=np.array([0, 70, 100, 100, 100], np.int32),
+        ranges=np.array([0, 0, 2], np.int32),
+        score_rows=np.arange(10, 95, dtype=np.int32),
+        score_targets=np.zeros(85, np.int32),
+    )
+    for bad, slice_at_fault in ((3, 0), (59, 0), (60, 1), (84, 1), (85, None), (127, None)):
+        finite = (np.arange(2 * SCORE_ROWS) != bad).reshape(2, SCORE_ROWS)
+        values = np.arange(2 * SCORE_ROWS, dtype=np.float32).reshape(2, SCORE_ROWS)
+        blocks = [
+            ScoredBlock(TargetScores(-x, x.astype(np.int32)), ok)
+            for x, ok in zip(values, finite, strict=True)
+        ]
+        found = sampled_tokens(batch, np.ones(4, bool), None, blocks)
+        assert found.finite.tolist() == [slice_at_fault != 0, slice_at_fault != 1]
+        assert found.scores is not None
+        assert found.scores.logprobs.tolist() == [-float(x) for x in range(85)]
+        assert found.scores.ranks.tolist() == list(range(85))
+        assert found.scores.top_ids is None

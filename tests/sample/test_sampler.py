@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve.sample.filters import keep_mask
 from jaxserve.sample.logprobs import chosen_logprobs
-from jaxserve.sample.sampler import SamplingRows, keep_mask, sample
+from jaxserve.sample.processors import SamplingRows
+from jaxserve.sample.sampler import sample
 
 SAMPLE = jax.jit(sample)
 KEEP = jax.jit(keep_mask)
@@ -26,6 +28,7 @@ def rows(n, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=0) 
         column(min_p, np.float32),
         jnp.asarray(seeds),
         column(position, np.int32),
+        column(False, np.bool_),
     )
 
 

@@ -210,7 +210,7 @@ def test_tokens_that_no_slice_of_a_beam_had():
             num_tokens=np.ones(num_samples, np.int32),
             logprobs=np.zeros((num_samples, 1), np.float32),
             finite=np.ones(1, bool),
-            candidate_ids=ids,
+            candidate_ids=ids[:, None],
         )
         writer.step_done(StepRecord(plan, batches[-1], sampled, StepResult([], []), 0.0))
     log = ScheduleLog(lines)

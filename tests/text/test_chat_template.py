@@ -8,7 +8,7 @@ import transformers
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.text import chat_template
-from jaxserve.text.chat_template import ChatTemplate, check_messages
+from jaxserve.text.chat_template import ChatTemplate, check_messages, check_tools
 from jaxserve.text.tokenizer import Tokenizer
 from tests.text import tokenizers_for_tests as make
 
@@ -315,3 +315,81 @@ def test_template_of_the_config_and_its_named_form():
 
 def test_time_of_day():
     assert with_template("{{ strftime_now('%Y') }}").render_chat(CHAT) == time.strftime("%Y")
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "of a place",
+            "parameters": {"type": "object", "properties": {"place": {"type": "string"}}},
+        },
+    },
+    {"type": "function", "function": {"name": "now"}},
+]
+WITH_TOOLS = (
+    "{% if tools %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif %}"
+    "{{ messages[0]['content'] }}"
+)
+
+
+def test_tools_reach_the_template_as_in_transformers(tmp_path):
+    make.write(tmp_path, make.byte_level(), eos_token="<|im_end|>")
+    (tmp_path / "chat_template.jinja").write_text(WITH_TOOLS)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    ours = Tokenizer.from_directory(tmp_path)
+    for tools in (TOOLS, TOOLS[:1], None):
+        expected = theirs.apply_chat_template(CHAT, tools=tools, tokenize=False)
+        assert ours.render_chat(CHAT, False, tools=tools) == expected
+    assert ours.render_chat(CHAT, False, tools=[]) == ours.render_chat(CHAT, False)
+
+
+def test_tools_of_the_caller_are_copied_and_their_nulls_left_out():
+    tool = {"type": "function", "function": {"name": "f", "description": None, "parameters": None}}
+    assert check_tools([tool]) == [{"type": "function", "function": {"name": "f"}}]
+    assert tool["function"]["description"] is None
+    assert check_tools(None) is None
+    assert check_tools([]) is None
+
+
+@pytest.mark.parametrize(
+    ("tools", "words"),
+    [
+        ("weather", "tools must be a list of tools, got str"),
+        ({"type": "function"}, "tools must be a list"),
+        (TOOLS * 65, "tools must be 128 or fewer, got 130"),
+        (["weather"], r"tools\[0\] must be"),
+        ([TOOLS[1], {"type": "retrieval"}], r"tools\[1\] must be .*retrieval"),
+        ([{"function": {"name": "f"}}], r"tools\[0\] must be"),
+        ([{"type": "function"}], r"tools\[0\]\.function must be an object, got None"),
+        ([{"type": "function", "function": "f"}], r"tools\[0\]\.function must be an object"),
+        ([{"type": "function", "function": {}}], r"tools\[0\]\.function\.name must be"),
+        ([{"type": "function", "function": {"name": ""}}], r"function\.name must be .*got ''"),
+        ([{"type": "function", "function": {"name": 3}}], r"function\.name must be .*got 3"),
+        (
+            [{"type": "function", "function": {"name": "f", "parameters": "x"}}],
+            r"function\.parameters must be an object, or absent, got 'x'",
+        ),
+        (
+            [{"type": "function", "function": {"name": "f", "description": 3}}],
+            r"function\.description must be a text",
+        ),
+        (
+            [{"type": "function", "function": {"name": "f", "parameters": {"x": object()}}}],
+            "JSON values, got object",
+        ),
+    ],
+)
+def test_bad_tools_are_refused_by_name(tools, words):
+    with pytest.raises(InvalidRequestError, match=words) as caught:
+        with_template(WITH_TOOLS).encode_chat(CHAT, tools=tools)
+    assert caught.value.param == "tools"
+
+
+def test_tools_are_refused_where_the_template_has_no_place_for_them():
+    tokenizer = with_template(make.CHATML)
+    with pytest.raises(InvalidRequestError, match="this checkpoint's chat template") as caught:
+        tokenizer.encode_chat(CHAT, tools=TOOLS)
+    assert caught.value.param == "tools"
+    assert tokenizer.encode_chat(CHAT, tools=[]) == tokenizer.encode_chat(CHAT)

@@ -14,11 +14,19 @@ SENTENCEPIECE = make.wrap(make.sentencepiece_like())
 
 
 def watch(
-    pieces: Sequence[str], stop: Sequence[str], *, together: bool = False, include: bool = False
+    pieces: Sequence[str],
+    stop: Sequence[str],
+    *,
+    together: bool = False,
+    include: bool = False,
+    min_tokens: int = 0,
 ) -> list[Observation]:
     """Observations over tokens whose texts are `pieces`, one by one or all together, and the flush."""
     watcher = StopWatcher(
-        lambda ids: "".join(pieces[i] for i in ids), stop=stop, include_stop_str_in_output=include
+        lambda ids: "".join(pieces[i] for i in ids),
+        stop=stop,
+        include_stop_str_in_output=include,
+        min_tokens=min_tokens,
     )
     ids = list(range(len(pieces)))
     calls = [ids] if together else [[i] for i in ids]
@@ -203,3 +211,60 @@ def test_stops_among_broken_characters(data, stop):
     one = StopWatcher(SENTENCEPIECE, stop=[stop])
     text = joined([*(one.observe([i]) for i in ids), one.flush()])[0]
     assert text == full.split(stop)[0]
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize(
+    ("min_tokens", "text", "num_ids", "reason"),
+    [
+        (0, "a", 1, "S"),
+        (1, "a", 1, "S"),
+        (2, "aSb", 3, "S"),
+        (3, "aSb", 3, "S"),
+        (4, "aSbSc", 5, None),
+        (9, "aSbSc", 5, None),
+    ],
+)
+def test_c05_a_stop_string_counts_behind_the_first_tokens(
+    together, min_tokens, text, num_ids, reason
+):
+    seen = watch(["a", "S", "b", "S", "c"], ["S"], together=together, min_tokens=min_tokens)
+    assert joined(seen) == (text, num_ids, reason)
+
+
+def test_c05_a_stop_string_that_begins_in_the_first_tokens_does_not_count():
+    pieces = ["a", "S", "T", "b", "ST", "c"]
+    assert joined(watch(pieces, ["ST"], min_tokens=2)) == ("aSTb", 4, "ST")
+    assert joined(watch(pieces, ["ST"], min_tokens=1)) == ("a", 1, "ST")
+    # Nothing of what cannot count is held back.
+    assert [o.text for o in watch(pieces, ["ST"], min_tokens=2)[:3]] == ["a", "S", "T"]
+
+
+def test_c05_the_first_tokens_are_released_though_they_are_halves_of_a_character():
+    ids = BYTE_LEVEL.encode("a🙂")  # a, and four pieces
+    assert len(ids) == 5
+    for min_tokens, num_ids in ((1, 1), (2, 2), (4, 4)):
+        watcher = StopWatcher(BYTE_LEVEL, stop=["🙂"], min_tokens=min_tokens)
+        assert joined([watcher.observe(ids), watcher.flush()]) == ("a", num_ids, "🙂")
+    watcher = StopWatcher(BYTE_LEVEL, stop=["🙂"], min_tokens=5)
+    assert joined([watcher.observe(ids), watcher.flush()]) == ("a🙂", 5, None)
+
+
+@settings(max_examples=300, deadline=None)
+@given(PIECES, STOPS, st.booleans(), st.integers(0, 6))
+def test_c05_any_pieces_stops_and_min_tokens(pieces, stops, include, min_tokens):
+    """Against the plain meaning: look, after each token, at the text behind the first ones."""
+    first = len("".join(pieces[:min_tokens]))
+    expected, reason = "".join(pieces), None
+    for count in range(min_tokens, len(pieces) + 1):
+        text = "".join(pieces[:count])
+        found = [(text.find(s, first), len(s), s) for s in stops if text.find(s, first) >= 0]
+        if found:
+            start, length, reason = min(found)
+            expected = text[: start + length] if include else text[:start]
+            break
+    for together in (True, False):
+        seen = watch(pieces, stops, together=together, include=include, min_tokens=min_tokens)
+        text, num_tokens, seen_reason = joined(seen)
+        assert (text, seen_reason) == (expected, reason)
+        assert num_tokens >= min(min_tokens, len(pieces))

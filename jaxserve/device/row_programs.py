@@ -1,0 +1,122 @@
+"""The programs of a step's logit rows; what each does to a row stands in `sample.processors`.
+
+    head        (R)   the first R hidden rows -> raw logits; which rows are finite
+    process     (R)   raw logits -> processed ones: penalties, logit_bias, masks
+    sample      (R)   raw and processed logits -> one token each
+    count       (R)   the tokens -> the count table that penalties read
+    candidates  (R)   raw and processed logits -> the likeliest tokens; only where a batch wants them
+    load_counts       the history of a sequence -> the count table
+
+Processed logits are the raw ones, the same array, and `process` and `count` are not called, where no
+row of the batch asks for more.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.model.registry import ModelFunctions, Params
+from jaxserve.sample.logprobs import chosen_logprobs, top_logprobs
+from jaxserve.sample.processors import (
+    BiasRows,
+    PenaltyRows,
+    SamplingRows,
+    reported,
+    without_padding,
+)
+from jaxserve.sample.sampler import sample
+from jaxserve.schedule.batch import DeviceBatch, LogitBias, Penalties
+
+
+def sampling_rows(batch: DeviceBatch) -> SamplingRows:
+    """The batch's arrays, untouched, in the shape that the programs take."""
+    return SamplingRows(
+        temperature=batch.temperature,  # type: ignore[arg-type]
+        top_k=batch.top_k,  # type: ignore[arg-type]
+        top_p=batch.top_p,  # type: ignore[arg-type]
+        min_p=batch.min_p,  # type: ignore[arg-type]
+        seeds=batch.seeds,  # type: ignore[arg-type]
+        output_positions=batch.output_positions,  # type: ignore[arg-type]
+        reports_processed=batch.reports_processed,  # type: ignore[arg-type]
+    )
+
+
+def penalty_rows(penalties: Penalties) -> PenaltyRows:
+    """The arrays, untouched, in the shape that `process` takes."""
+    return PenaltyRows(*penalties)  # type: ignore[arg-type]
+
+
+def bias_rows(bias: LogitBias) -> BiasRows:
+    """The arrays, untouched, in the shape that `process` takes."""
+    return BiasRows(*bias)  # type: ignore[arg-type]
+
+
+class RawLogits(NamedTuple):
+    """What `head` returns, per logit row."""
+
+    logits: jax.Array  # f32[R, V]    -inf for padded rows of the vocabulary
+    finite: jax.Array  # bool[R]      every logit of the row was finite before that
+
+
+class Sampled(NamedTuple):
+    """What `sample_rows` returns, per logit row."""
+
+    token_ids: jax.Array  # i32[R]    in [0, V), and no more than that where logits are not finite
+    last_ids: jax.Array  # i32[S]     the same, padded with zeros: what the next step may read
+    logprobs: jax.Array  # f32[R]     of these tokens, under what each row reports
+
+
+def head(
+    model: ModelFunctions,
+    num_rows: int,
+    num_token_ids: int,
+    head_params: Params,
+    hidden: jax.Array,
+) -> RawLogits:
+    """Final norm and head over the first R hidden rows.
+
+    Args:
+        model, num_rows, num_token_ids: static; R, and how many ids of the vocabulary are tokens.
+        head_params: from `model.head_params`.
+        hidden: [S, E].
+    """
+    logits = model.logits(head_params, hidden[:num_rows])
+    finite = jnp.all(jnp.isfinite(logits), axis=1)
+    return RawLogits(without_padding(logits, num_token_ids), finite)
+
+
+def sample_rows(
+    max_num_seqs: int, raw: jax.Array, processed: jax.Array, rows: SamplingRows
+) -> Sampled:
+    """Draws a token per row.
+
+    Args:
+        max_num_seqs: S, static.
+        raw, processed: f32[R, V].
+        rows: sampling parameters of R rows.
+    """
+    token_ids = sample(processed, rows)
+    last_ids = jnp.zeros(max_num_seqs, jnp.int32).at[: len(token_ids)].set(token_ids)
+    logprobs = jax.lax.cond(
+        jnp.any(rows.reports_processed),
+        lambda: chosen_logprobs(reported(raw, processed, rows), token_ids),
+        lambda: chosen_logprobs(raw, token_ids),
+    )
+    return Sampled(token_ids, last_ids, logprobs)
+
+
+def candidates(
+    count: int, raw: jax.Array, processed: jax.Array, rows: SamplingRows
+) -> tuple[jax.Array, jax.Array]:
+    """The likeliest tokens of each row under what it reports: `top_logprobs`.
+
+    Args:
+        count: K, static.
+        raw, processed: f32[R, V].
+        rows: sampling parameters of R rows.
+    """
+    logits = jax.lax.cond(
+        jnp.any(rows.reports_processed), lambda: reported(raw, processed, rows), lambda: raw
+    )
+    return top_logprobs(logits, count)

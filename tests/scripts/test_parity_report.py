@@ -1,0 +1,83 @@
+"""scripts/parity_report: tiny_llama is within its tolerance, and what is not ends with 1."""
+
+import runpy
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from jaxserve.config import EngineConfig
+from jaxserve.weights.load_model import load_model
+from scripts.parity.plain_forward import PlainForward
+from tests import numpy_llama
+from tests.checkpoints import make_random_llama
+from tests.llms import TINY
+
+SMALL = ["--num_prompts=3", "--prompt_tokens=20", "--max_tokens=4", "--chunk=6"]
+
+
+def run(repository, *flags: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "scripts/parity_report", f"--model={TINY}", *SMALL, *flags]
+    return subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
+
+
+def test_the_engine_says_what_a_plain_forward_says(repository):
+    done = run(repository)
+    assert done.returncode == 0, done.stdout + done.stderr
+    table = {
+        line[:28].strip(): line[28:].split()
+        for line in done.stdout.splitlines()
+        if line.startswith(("sampled", "scored"))
+    }
+    assert list(table) == [
+        "sampled",
+        "sampled after a prefix hit",
+        "scored, whole",
+        "scored after a prefix hit",
+    ]
+    assert [int(row[0]) for row in table.values()] == [12, 12, 3 * 23 - (0 + 1 + 2), 12]
+    assert int(table["sampled after a prefix hit"][1]) > 0
+    assert int(table["scored after a prefix hit"][1]) > 0
+    assert int(table["scored, whole"][1]) == 0
+    assert all(0 <= float(row[3]) <= float(row[2]) <= 1e-4 for row in table.values())
+    assert done.stdout.endswith("all within 0.0001\n")
+
+
+def test_what_lies_above_the_tolerance_ends_with_1(repository):
+    done = run(repository, "--tolerance=1e-12")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.stdout.endswith("NOT all within 1e-12\n")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_plain_forward_is_the_model(tmp_path, tied):
+    """Against the float64 oracle, which shares no code with it; shorter texts are padded."""
+    path = make_random_llama(tmp_path, {"vocab_size": 61, "tie_word_embeddings": tied})
+    loaded = load_model(str(path), EngineConfig.from_options({"dtype": "float32"}))
+    plain = PlainForward(loaded.config, loaded.params, 50, 32)
+    for length in (2, 9, 32):
+        ids = [(11 * i) % 50 for i in range(length)]
+        rows = numpy_llama.log_softmax(numpy_llama.forward(path, ids)[:, :50])
+        want = [rows[i - 1, ids[i]] for i in range(1, length)]
+        found = plain(ids)
+        assert np.isnan(found[0])
+        assert found[1:] == pytest.approx(want, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--model=nowhere", "nowhere"),
+        ("--chunk=0", "--chunk=0: must be at least 1"),
+        ("--prompt_tokens=1", "--prompt_tokens=1: must be at least 2"),
+        ("--tolerance=0", "--tolerance=0.0: must be above 0"),
+    ],
+)
+def test_a_bad_flag_is_named(flag, message, monkeypatch, capsys, repository):
+    path = str(repository / "scripts" / "parity_report")
+    monkeypatch.setattr(sys, "argv", [path, f"--model={TINY}", flag])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(path, run_name="__main__")
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
