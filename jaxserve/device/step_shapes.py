@@ -241,7 +241,7 @@ class StepShapes:
 
     def score_programs(self) -> list[Program]:
         """The programs that score a block of rows."""
-        head_params = self.model.head_params(self.model.abstract_params)
+        head_params = self.model.head_params(self.model.served_params)
         num_top = min(MAX_LOGPROBS, self.num_ids)
         return [
             Program(
