@@ -21,6 +21,7 @@ TARGETS = (
     "jaxserve_tied_head",
     "jaxserve_lazy_zeros",
 )
+BUILD = "python -m pallas_kernels.native.build"
 
 
 @functools.cache
@@ -38,8 +39,7 @@ def find_object(folder: Path = HERE) -> tuple[Path | None, str]:
     if any(object_path(level, folder).exists() for level, _, _ in levels()):
         return None, f"no build of the C++ kernels runs on this {platform.machine()} CPU"
     return None, (
-        "the C++ kernels were not built: the install found no compiler; with one, run "
-        "python -m pallas_kernels.native.build"
+        f"the C++ kernels were not built: the install found no compiler; with one, run {BUILD}"
     )
 
 
@@ -69,7 +69,8 @@ def register() -> ctypes.CDLL:
         The library, which has to stay loaded as long as programs call it: it is kept here.
 
     Raises:
-        NotImplementedError: there is no object for this CPU.
+        NotImplementedError: there is no object for this CPU, or it was built from older sources and
+            lacks a target; nothing is registered then.
         OSError: it cannot be loaded.
     """
     path, reason = find_object()
@@ -78,6 +79,12 @@ def register() -> ctypes.CDLL:
     import jax.ffi
 
     library = ctypes.cdll.LoadLibrary(str(path))
+    for target in TARGETS:
+        if not hasattr(library, target):
+            raise NotImplementedError(
+                f"{path} has no {target}: it was built from older sources; build it again with "
+                f"{BUILD}"
+            )
     for target in TARGETS:
         jax.ffi.register_ffi_target(
             target, jax.ffi.pycapsule(getattr(library, target)), platform="cpu"

@@ -6,6 +6,7 @@ import ctypes
 import dataclasses
 import functools
 import itertools
+import re
 import subprocess
 
 import jax
@@ -220,6 +221,17 @@ def test_the_best_object_that_the_cpu_runs_is_taken(tmp_path, monkeypatch):
     path, reason = find(tmp_path)
     assert path is None
     assert "no build of the C++ kernels runs on this" in reason
+
+
+def test_a_build_of_older_sources_is_named_and_registers_nothing(monkeypatch):
+    registered = []
+    monkeypatch.setattr(load, "TARGETS", (*load.TARGETS, "jaxserve_added_since"))
+    monkeypatch.setattr(jax.ffi, "register_ffi_target", lambda name, *_, **__: registered.append(name))
+    path = re.escape(str(load.find_object()[0]))
+    said = rf"{path} has no jaxserve_added_since: .* python -m pallas_kernels\.native\.build"
+    with pytest.raises(NotImplementedError, match=said):
+        load.register.__wrapped__()
+    assert not registered
 
 
 def test_a_build_that_fails_says_why(tmp_path, monkeypatch):
