@@ -226,7 +226,9 @@ def test_the_best_object_that_the_cpu_runs_is_taken(tmp_path, monkeypatch):
 def test_a_build_of_older_sources_is_named_and_registers_nothing(monkeypatch):
     registered = []
     monkeypatch.setattr(load, "TARGETS", (*load.TARGETS, "jaxserve_added_since"))
-    monkeypatch.setattr(jax.ffi, "register_ffi_target", lambda name, *_, **__: registered.append(name))
+    monkeypatch.setattr(
+        jax.ffi, "register_ffi_target", lambda name, *_, **__: registered.append(name)
+    )
     path = re.escape(str(load.find_object()[0]))
     said = rf"{path} has no jaxserve_added_since: .* python -m pallas_kernels\.native\.build"
     with pytest.raises(NotImplementedError, match=said):
