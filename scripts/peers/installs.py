@@ -85,8 +85,8 @@ def _install_llama_cpp(folder: Path) -> None:
             raise PeerError(f"{tool} is needed, {why}")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    pip = [sys.executable, "-m", "pip", "download", *_QUIET, "--no-deps", "--no-build-isolation"]
-    run_quietly([*pip, "--no-binary=:all:", f"--dest={folder}", LLAMA_CPP])
+    pip = [sys.executable, "-m", "pip", "download", *_QUIET, "--no-deps"]
+    run_quietly([*pip, f"--no-binary={LLAMA_CPP.partition('==')[0]}", f"--dest={folder}", LLAMA_CPP])
     (archive,) = folder.glob("*.tar.gz")
     with tarfile.open(archive) as sources:
         sources.extractall(folder / "src", filter="data")
