@@ -17,6 +17,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
@@ -29,7 +30,7 @@ from jaxserve.structured_outputs import NAME, StructuredOutputs
 
 MAX_COMPILED = 64  # grammars that are kept
 TIME_LIMIT_S = 5  # of CPU time, for compiling one that is not kept yet
-_JSON_OPTIONS = {
+_JSON_OPTIONS: Any = {  # JsonCompileOptions, which the package defines for type checkers alone
     "item_separator": ", ?",
     "key_separator": ": ?",
     "whitespace_flexible": False,

@@ -33,8 +33,9 @@ def make_masks(plan: StepPlan, vocab_size: int) -> tuple[np.ndarray, list[Sequen
     stuck: list[Sequence] = []
     sampling = [one for one in plan.slices if one.num_samples]
     masks = np.tile(ids_mask(num_words(vocab_size), vocab_size), (len(sampling), 1))
-    for mask, (seq, start, num_tokens, _) in zip(masks, sampling, strict=True):
-        first, end = seq.num_prompt_tokens, start + num_tokens
+    for mask, one in zip(masks, sampling, strict=True):
+        seq = one.seq
+        first, end = seq.num_prompt_tokens, one.start + one.num_tokens
         if seq.constraints and seq.status is Status.RUNNING and seq.num_known_tokens >= end:
             try:
                 combine_masks(seq.constraints, seq.token_ids[first:end].tolist(), mask, vocab_size)

@@ -9,8 +9,9 @@ from jaxserve.schedule.buckets import Bucket
 from jaxserve.schedule.sequence import Sequence
 
 
-class ScheduledSlice(NamedTuple):
-    """A run of one sequence's tokens to compute in this step.
+@dataclass(slots=True)  # made for every sequence of every step: a tuple is three times as dear
+class ScheduledSlice:
+    """A run of one sequence's tokens to compute in this step. Never changed.
 
     Args:
         seq: the sequence; its pages already hold `start + num_tokens` tokens.
@@ -45,11 +46,11 @@ def scored_ranges(slices: Several[ScheduledSlice]) -> tuple[ScoredRange, ...]:
         slices: in the order of the plan.
     """
     ranges = []
-    for index, (seq, start, num_tokens, _) in enumerate(slices):
-        scores = seq.scores
+    for index, one in enumerate(slices):
+        scores = one.seq.scores
         if scores is not None:
-            first = max(scores.next_position, start + 1)
-            end = min(scores.num_tokens, start + num_tokens + 1)
+            first = max(scores.next_position, one.start + 1)
+            end = min(scores.num_tokens, one.start + one.num_tokens + 1)
             if first < end:
                 ranges.append(ScoredRange(index, first, end))
     return tuple(ranges)

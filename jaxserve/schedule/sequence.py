@@ -69,7 +69,8 @@ class Candidates(NamedTuple):
         return list(zip(ids, logprobs, strict=True))
 
 
-@dataclass(kw_only=True, eq=False)
+# With slots, because every step reads and writes each of them several times.
+@dataclass(kw_only=True, eq=False, slots=True, weakref_slot=True)
 class Sequence:
     """One sequence of a request.
 
