@@ -167,7 +167,7 @@ _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 def is_canonical(text: str) -> bool:
     """Outside strings, whitespace is one blank behind a comma or a colon."""
     outside = _STRING.sub('""', text)
-    return re.search(r"\s", re.sub(r"([,:]) (?=\S)", r"\1", outside)) is None
+    return re.search(r"\s", re.sub(r"([,:]) (?=[^\s\]}])", r"\1", outside)) is None
 
 
 def check_samples(tokenizer: Tokenizer, compiler: GrammarCompiler, end_id: int) -> None:

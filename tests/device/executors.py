@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxserve.config import KV_CACHE_DTYPES
 from jaxserve.device.executor import DeviceExecutor
-from jaxserve.device.kv_pool import pool_program
+from jaxserve.device.kv_pool import count_table_program, pool_program
 from jaxserve.device.params import put_params
 from jaxserve.device.step_shapes import StepShapes
 from jaxserve.model.attention import AttentionKernel
@@ -81,7 +81,8 @@ def make_executor(
     if steps:
         executor.warm_up()
     else:
-        executor._programs.compile_all([*executor._moves.list_programs(), pool_program(shapes)])
+        pools = [pool_program(shapes), count_table_program(shapes)]
+        executor._programs.compile_all([*executor._moves.list_programs(), *pools])
         executor.reset()
     return executor
 
