@@ -30,7 +30,7 @@ def params():
 
 def logprobs(executor):
     batch = make_batch(Slice(PROMPT, [1]), wants_candidates=True)
-    return executor.submit(batch).result().candidate_logprobs
+    return executor.submit(batch).result().candidate_logprobs[:, 0]
 
 
 def expected(embedding, scale):
