@@ -1,6 +1,6 @@
 """Every command and every Python block of the README runs, with the tiny model in place of the real one,
-and so do those of docs/sampling.md and the jaxserve commands of docs/kernels.md; those of docs/performance.md are
-understood.
+and so do those of docs/sampling.md and the jaxserve commands of docs/kernels.md; those of
+docs/performance.md are understood.
 """
 
 import re
