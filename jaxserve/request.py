@@ -130,8 +130,9 @@ class Request:
         object.__setattr__(self, "sampling_params", made)
 
 
-# Not frozen: a step makes one of each per sequence, and freezing makes that three times as dear.
-@dataclass(kw_only=True, slots=True)
+# A step makes one of each per sequence. To freeze them, or to name their fields in the call, makes
+# that three times as dear.
+@dataclass(slots=True)
 class CompletionOutput:
     """One choice's output. From `Engine.step` it is what came since the last step; from
     `LLM.generate` it is whole.
@@ -158,8 +159,7 @@ class CompletionOutput:
     score: float | None = None
 
 
-# Not frozen: a step makes one of each per sequence, and freezing makes that three times as dear.
-@dataclass(kw_only=True, slots=True)
+@dataclass(slots=True)
 class RequestOutput:
     """What a request has produced.
 

@@ -12,11 +12,11 @@ from typing import Any
 from absl import flags
 
 from jaxserve import __version__
-from jaxserve.cli.arguments import UsageError, parse_arguments
+from jaxserve.cli.arguments import UsageError
 from jaxserve.cli.bench_result import check_output, write_result
+from jaxserve.cli.command_line import read_command_line
 from jaxserve.cli.flag_types import define_auto_integer, define_integer
-from jaxserve.cli.flags import configure_logging, define_general, help_text, wants_help
-from jaxserve.cli.standard_streams import write_stdout
+from jaxserve.cli.flags import configure_logging, define_general
 from jaxserve.cli.stop_signals import StopSignals
 from jaxserve.config import DTYPES
 
@@ -64,14 +64,9 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         JaxserveError: it could not be measured.
     """
-    values = kernels_flags()
-    unexpected = parse_arguments(argv, values)
-    if wants_help(values):
-        write_stdout(help_text(USAGE, values) + "\n")
+    given = read_command_line(argv, kernels_flags(), USAGE)
+    if given is None:
         return 0
-    given = values.flag_values_dict()
-    if unexpected:
-        raise UsageError(f"unexpected argument {unexpected[0]!r}")
     if given["layers"] is not None and given["layers"] < 1:
         raise UsageError(f"--layers={given['layers']}: must be at least 1")
     check_output(given["output"])

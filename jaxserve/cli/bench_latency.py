@@ -15,7 +15,7 @@ from absl import flags
 
 from jaxserve import __version__
 from jaxserve.cli import text_engine
-from jaxserve.cli.arguments import UsageError, parse_arguments
+from jaxserve.cli.arguments import UsageError
 from jaxserve.cli.bench_arm import (
     Arm,
     Timeline,
@@ -25,6 +25,7 @@ from jaxserve.cli.bench_arm import (
     salted,
 )
 from jaxserve.cli.bench_result import check_output, peak_rss_bytes, write_result
+from jaxserve.cli.command_line import read_command_line
 from jaxserve.cli.flag_types import define_integer
 from jaxserve.cli.flags import (
     check_engine_options,
@@ -32,11 +33,8 @@ from jaxserve.cli.flags import (
     define_engine,
     define_general,
     engine_options,
-    help_text,
-    wants_help,
 )
 from jaxserve.cli.request_line import RequestLine
-from jaxserve.cli.standard_streams import write_stdout
 from jaxserve.cli.stop_signals import StopSignals
 from jaxserve.config import SCHEDULING, EngineConfig
 from jaxserve.request import SamplingParams
@@ -91,15 +89,9 @@ def main(argv: Sequence[str]) -> int:
         JaxserveError: it could not be measured.
     """
     values = latency_flags()
-    unexpected = parse_arguments(argv, values)
-    if wants_help(values):
-        write_stdout(help_text(USAGE, values) + "\n")
+    given = read_command_line(argv, values, USAGE, needed=("model",))
+    if given is None:
         return 0
-    given = values.flag_values_dict()
-    if unexpected:
-        raise UsageError(f"unexpected argument {unexpected[0]!r}")
-    if not given["model"]:
-        raise UsageError("--model is needed")
     if given["batch_size"] > given["max_num_seqs"]:
         raise UsageError(
             f"--batch_size={given['batch_size']}: at most --max_num_seqs={given['max_num_seqs']} "

@@ -14,9 +14,10 @@ from typing import Any
 from absl import flags
 
 from jaxserve import __version__
-from jaxserve.cli.arguments import UsageError, parse_arguments
+from jaxserve.cli.arguments import UsageError
 from jaxserve.cli.bench_arm import Arm, Counter, build_arm, make_compile_counter
 from jaxserve.cli.bench_result import check_output, peak_rss_bytes, write_file, write_result
+from jaxserve.cli.command_line import read_command_line
 from jaxserve.cli.flag_types import define_integer
 from jaxserve.cli.flags import (
     check_engine_options,
@@ -24,8 +25,6 @@ from jaxserve.cli.flags import (
     define_engine,
     define_general,
     engine_options,
-    help_text,
-    wants_help,
 )
 from jaxserve.cli.output_files import check_writable, is_same_file
 from jaxserve.cli.records import EngineRecords, RecordFlags
@@ -33,7 +32,6 @@ from jaxserve.cli.request_line import LineParser, RequestLine
 from jaxserve.cli.run_input import open_input
 from jaxserve.cli.run_output import encode_record
 from jaxserve.cli.scheduling_flags import define_records
-from jaxserve.cli.standard_streams import write_stdout
 from jaxserve.cli.stop_signals import StopSignals
 from jaxserve.config import SCHEDULING, EngineConfig
 
@@ -84,16 +82,9 @@ def main(argv: Sequence[str]) -> int:
         JaxserveError: it could not be measured.
     """
     values = offline_flags()
-    unexpected = parse_arguments(argv, values)
-    if wants_help(values):
-        write_stdout(help_text(USAGE, values) + "\n")
+    given = read_command_line(argv, values, USAGE, needed=("model", "workload"))
+    if given is None:
         return 0
-    given = values.flag_values_dict()
-    if unexpected:
-        raise UsageError(f"unexpected argument {unexpected[0]!r}")
-    for name in ("model", "workload"):
-        if not given[name]:
-            raise UsageError(f"--{name} is needed")
     _check_outputs(given)
     records = _records(given)
     configure_logging(given["verbosity"])

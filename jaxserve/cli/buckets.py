@@ -8,9 +8,10 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from jaxserve.cli.arguments import UsageError, parse_arguments
+from jaxserve.cli.arguments import UsageError
+from jaxserve.cli.command_line import read_command_line
 from jaxserve.cli.flag_types import define_auto_integer, define_float
-from jaxserve.cli.flags import define_general, help_text, wants_help
+from jaxserve.cli.flags import define_general
 from jaxserve.cli.schedule_replay import faults_of, read_lines
 from jaxserve.cli.standard_streams import write_stdout
 from jaxserve.schedule.bucket_choice import padding_share, suggest_buckets
@@ -57,17 +58,10 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         JaxserveError: the log or a flag is at fault.
     """
-    values = buckets_flags()
-    unexpected = parse_arguments(argv, values)
-    if wants_help(values):
-        write_stdout(help_text(USAGE, values) + "\n")
+    given = read_command_line(argv, buckets_flags(), USAGE, needed=("schedule_log",))
+    if given is None:
         return 0
-    given = values.flag_values_dict()
-    if unexpected:
-        raise UsageError(f"unexpected argument {unexpected[0]!r}")
     path = given["schedule_log"]
-    if not path:
-        raise UsageError("--schedule_log is needed")
     for name in ("num_token_buckets", "num_row_buckets"):
         if given[name] is not None and given[name] < 1:
             raise UsageError(f"--{name} must be at least 1, got {given[name]}")

@@ -13,14 +13,13 @@ from pathlib import Path
 from absl import flags
 
 from jaxserve.cli import text_engine
-from jaxserve.cli.arguments import UsageError, parse_arguments
+from jaxserve.cli.arguments import UsageError
+from jaxserve.cli.command_line import read_command_line
 from jaxserve.cli.flags import (
     configure_logging,
     define_compilation_cache,
     define_general,
     define_model,
-    help_text,
-    wants_help,
 )
 from jaxserve.cli.records import fingerprint
 from jaxserve.cli.standard_streams import write_stdout
@@ -61,17 +60,9 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         JaxserveError: the log, the model or the engine is at fault.
     """
-    values = replay_flags()
-    unexpected = parse_arguments(argv, values)
-    if wants_help(values):
-        write_stdout(help_text(USAGE, values) + "\n")
+    given = read_command_line(argv, replay_flags(), USAGE, needed=("model", "schedule_log"))
+    if given is None:
         return 0
-    given = values.flag_values_dict()
-    if unexpected:
-        raise UsageError(f"unexpected argument {unexpected[0]!r}")
-    for name in ("model", "schedule_log"):
-        if not given[name]:
-            raise UsageError(f"--{name} is needed")
     configure_logging(given["verbosity"])
     cache_dir = given["compilation_cache_dir"]
     with StopSignals("before the replay was done"):

@@ -12,15 +12,10 @@ from typing import Any
 
 from absl import flags
 
-from jaxserve.cli.arguments import UsageError, parse_arguments
+from jaxserve.cli.arguments import UsageError
+from jaxserve.cli.command_line import read_command_line
 from jaxserve.cli.flag_types import FloatParser
-from jaxserve.cli.flags import (
-    configure_logging,
-    define_general,
-    define_integer,
-    help_text,
-    wants_help,
-)
+from jaxserve.cli.flags import configure_logging, define_general, define_integer
 from jaxserve.cli.standard_streams import write_stdout
 from jaxserve.config import (
     ADMISSION,
@@ -268,17 +263,11 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: a value outside its range, or a trace that does not fit the machine.
         TraceError: the trace cannot be read.
     """
-    values = simulate_flags()
-    unexpected = parse_arguments(argv, values)
-    if wants_help(values):
-        write_stdout(help_text(USAGE, values) + "\n")
+    given = read_command_line(
+        argv, simulate_flags(), USAGE, needed=("trace", "format", "model", "chip")
+    )
+    if given is None:
         return 0
-    given = values.flag_values_dict()
-    if unexpected:
-        raise UsageError(f"unexpected argument {unexpected[0]!r}")
-    for name in ("trace", "format", "model", "chip"):
-        if not given[name]:
-            raise UsageError(f"--{name} is needed")
     configure_logging(given["verbosity"])
     config = simulation_config(given)
     trace = read_trace(given["trace"], given["format"], max_requests=given["max_requests"])

@@ -147,10 +147,9 @@ class BeamGroup(Group):
             search: as it ended.
             stop_reason: of those that were cut short.
         """
-        completions = tuple(
+        news = [
             self._completion(rank, one, stop_reason) for rank, one in enumerate(search.hypotheses)
-        )
-        news = (self, completions)
+        ]
         # As above.
         self.outbox.ready[self], self.search = news, search
         for seq in self.beams:

@@ -13,8 +13,7 @@ such one ("the leader"); afterwards all of them are.
 
 from array import array
 from collections.abc import Sequence as Several
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.groups.group import NON_FINITE, Group
@@ -28,16 +27,7 @@ from jaxserve.text.watcher import Observation, TokenWatcher
 HELD_AFTER = ("stop", "length")  # these leave pages that a fork can use
 
 
-class Progress(NamedTuple):
-    """Output tokens that the watcher has seen, how many of them were made ready for the caller, and
-    how it ended if it has."""
-
-    num_observed: int = 0
-    num_released: int = 0
-    finish_reason: str | None = None
-
-
-@dataclass(kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False, slots=True)
 class Choice:
     """One of a request's outputs and how much of it has been released.
 
@@ -45,20 +35,24 @@ class Choice:
         index: which one.
         seq: its sequence.
         watcher: turns its ids into text and may end it; None = ids only.
-        progress: how far the watcher and the caller are.
-        num_shown: how often the watcher was asked. More than progress.num_observed once that was
-            cut short: such a watcher cannot be trusted any more.
+        num_observed: output tokens that the watcher has seen.
+        num_released: how many of them were made ready for the caller.
+        finish_reason: how it ended; None while it has not.
+        num_shown: how often the watcher was asked. More than num_observed once that was cut short:
+            such a watcher cannot be trusted any more.
     """
 
     index: int
     seq: Sequence
     watcher: TokenWatcher | None
-    progress: Progress = field(default=Progress())
+    num_observed: int = 0
+    num_released: int = 0
+    finish_reason: str | None = None
     num_shown: int = 0
 
     @property
     def has_ended(self) -> bool:
-        return self.progress.finish_reason is not None
+        return self.finish_reason is not None
 
     def observe(self, index: int) -> Observation:
         """Shows output token number `index`, from 0, to the watcher."""
@@ -79,7 +73,7 @@ class Choice:
     ) -> CompletionOutput:
         """What these observations release, behind what was released before."""
         seq = self.seq
-        begin = self.progress.num_released
+        begin = self.num_released
         end = begin + sum(one.num_tokens for one in seen)
         first = seq.num_prompt_tokens
         wants_logprobs = seq.request.sampling_params.wants_logprobs
@@ -125,23 +119,22 @@ class ChoiceGroup(Group):
     @property
     def has_ended(self) -> bool:
         if len(self.choices) == 1:  # most of them, asked in every step
-            return self.choices[0].progress.finish_reason is not None
+            return self.choices[0].finish_reason is not None
         return all(choice.has_ended for choice in self.choices)
 
     @property
     def held(self) -> list[Sequence]:
         if not self.request.hold:
             return []
-        return [c.seq for c in self.choices if c.progress.finish_reason in HELD_AFTER]
+        return [c.seq for c in self.choices if c.finish_reason in HELD_AFTER]
 
     def start(self, parent: Sequence | None, num_tokens: int) -> None:
         if self.first.max_tokens == 0:
             for choice in self.choices:
-                choice.progress = Progress(finish_reason="length")
-            self.outbox.ready[self] = (
-                self,
-                tuple(choice.completion([], "length", None) for choice in self.choices),
-            )
+                choice.finish_reason = "length"
+            self.outbox.ready[self] = [
+                choice.completion([], "length", None) for choice in self.choices
+            ]
         elif parent is None:
             self.scheduler.add(self.first)
         else:
@@ -157,20 +150,17 @@ class ChoiceGroup(Group):
         choice = self.choices[seq.order[1]]
         if choice.watcher is not None or not self.has_spread:
             return False
-        before = choice.progress
-        count = before.num_observed + 1
+        count = choice.num_observed + 1
         if len(seq.logprobs) != count or count >= seq.max_tokens:
             return False
-        token_id = seq.token_ids[len(seq.prompt_token_ids) + before.num_observed]
+        token_id = seq.token_ids[len(seq.prompt_token_ids) + choice.num_observed]
         if token_id in seq.stop_ids:
             return False
         logprobs = seq.logprobs[-1:] if self.wants_logprobs else None
-        output = CompletionOutput(
-            index=choice.index, text="", token_ids=[token_id], logprobs=logprobs
-        )
-        news, progress = (self, (output,)), Progress(count, before.num_released + 1, None)
-        # Two stores and no call in one statement: no interrupt can come between them.
-        self.outbox.ready[choice], choice.progress = news, progress
+        ready = self.outbox.ready
+        news = [*ready.get(self, ()), CompletionOutput(choice.index, "", [token_id], logprobs)]
+        # Stores and no call in one statement: no interrupt can come between them.
+        ready[self], choice.num_observed, choice.num_released = news, count, choice.num_released + 1
         return True
 
     def _spread(self, leader: Sequence) -> None:
@@ -188,7 +178,7 @@ class ChoiceGroup(Group):
         """
         seen: list[Observation] = []
         ending = None
-        for index in range(choice.progress.num_observed, choice.seq.num_output_tokens):
+        for index in range(choice.num_observed, choice.seq.num_output_tokens):
             ending = choice.seq.ending(index + 1)
             seen.append(choice.observe(index))
             if ending is not None or seen[-1].stopped:
@@ -219,18 +209,18 @@ class ChoiceGroup(Group):
 
     def _commit(self, choice: Choice, output: CompletionOutput, *, num_observed: int) -> None:
         """Makes an output ready and records that it is."""
-        before = choice.progress
-        progress = Progress(
-            before.num_observed + num_observed,
-            before.num_released + len(output.token_ids),
+        if not (output.token_ids or output.text or output.finish_reason is not None):
+            choice.num_observed += num_observed
+            return
+        ready = self.outbox.ready
+        news = [*ready.get(self, ()), output]
+        after = (
+            choice.num_observed + num_observed,
+            choice.num_released + len(output.token_ids),
             output.finish_reason,
         )
-        if output.token_ids or output.text or output.finish_reason is not None:
-            news = (self, (output,))
-            # Two stores and no call in one statement: no interrupt can come between them.
-            self.outbox.ready[choice], choice.progress = news, progress
-        else:
-            choice.progress = progress
+        # As above.
+        ready[self], (choice.num_observed, choice.num_released, choice.finish_reason) = news, after
 
     def fail(self, seq: Sequence) -> None:
         # Before the first token all choices depend on the one that computes the prompt.
@@ -262,9 +252,9 @@ class ChoiceGroup(Group):
 
     def rewind(self) -> list[Sequence]:
         for choice in self._going_on():
-            if choice.num_shown > choice.progress.num_observed:
+            if choice.num_shown > choice.num_observed:
                 self._commit(choice, choice.completion([], "abort", None), num_observed=0)
-            choice.seq.rewind(choice.progress.num_observed)
+            choice.seq.rewind(choice.num_observed)
         for seq in self.held:
             seq.status = Status.HELD  # it was, or was about to be
         known = self._going_on() if self.has_spread else self._going_on()[:1]
@@ -281,15 +271,15 @@ class ChoiceGroup(Group):
         if seq not in self.held:
             raise InvalidRequestError(
                 f"choice {index} of request {self.request.id!r} has ended "
-                f"({choice.progress.finish_reason}) and is not held",
+                f"({choice.finish_reason}) and is not held",
                 param="index",
             )
-        return seq, seq.token_ids[: seq.num_prompt_tokens + choice.progress.num_released]
+        return seq, seq.token_ids[: seq.num_prompt_tokens + choice.num_released]
 
     def check_invariants(self) -> None:
         for number, choice in enumerate(self._going_on()):
-            progress, seq = choice.progress, choice.seq
-            assert progress.num_released <= progress.num_observed == seq.num_output_tokens
+            seq = choice.seq
+            assert choice.num_released <= choice.num_observed == seq.num_output_tokens
             assert self.has_spread or number == 0 or seq.num_computed_tokens == 0
             assert seq.status not in (Status.HELD, Status.FINISHED), "a choice has ended unseen"
         for seq in self.held:

@@ -111,10 +111,7 @@ class Group(ABC):
     def output(self, completions: list[CompletionOutput], *, finished: bool) -> RequestOutput:
         """What is handed out of it."""
         first = self.first
+        num_prompt_tokens = len(first.prompt_token_ids)
         return RequestOutput(
-            request_id=first.request.id,
-            outputs=completions,
-            num_prompt_tokens=len(first.prompt_token_ids),
-            num_cached_tokens=first.num_cached_tokens,
-            finished=finished,
+            first.request.id, completions, num_prompt_tokens, first.num_cached_tokens, finished
         )

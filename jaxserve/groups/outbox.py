@@ -10,17 +10,18 @@ from operator import attrgetter
 from jaxserve.groups.group import Group
 from jaxserve.request import CompletionOutput, RequestOutput, merge_completions
 
-News = tuple[Group, tuple[CompletionOutput, ...]]
+News = tuple[Group, list[CompletionOutput]]
 
 
 class Outbox:
     """Starts empty; empty again whenever a step has handed out.
 
-    `ready` maps whatever released something in this step (a choice, a group) to what it released.
+    `ready` maps each group that released something in this step to what it released, a choice at most
+    once. Such a list is never changed: it may be handed out as it is. A longer one takes its place.
     """
 
     def __init__(self) -> None:
-        self.ready: dict[object, News] = {}
+        self.ready: dict[Group, list[CompletionOutput]] = {}
         self._kept: list[News] = []
 
     def __bool__(self) -> bool:
@@ -65,14 +66,13 @@ class Outbox:
 
     def _gather_all(self) -> list[RequestOutput]:
         """The same where nothing was kept: every choice has at most one piece, nothing to join."""
-        found: dict[Group, list[CompletionOutput]] = {}
-        for owner, completions in self.ready.values():
-            if owner in found:
-                found[owner] += completions
-                found[owner].sort(key=_by_index)
-            else:
-                found[owner] = [*completions]
-        return [owner.output(pieces, finished=owner.has_ended) for owner, pieces in found.items()]
+        return [
+            group.output(
+                pieces if len(pieces) == 1 else sorted(pieces, key=_by_index),
+                finished=group.has_ended,
+            )
+            for group, pieces in self.ready.items()
+        ]
 
     def remove(self, group: Group | None = None, index: int | None = None) -> None:
         """Forgets what `gather` with the same arguments returns."""
@@ -80,9 +80,9 @@ class Outbox:
         if group is not None or index is not None:
             for owner, completions in self._news():
                 if group is None or owner is group:
-                    completions = tuple(
+                    completions = [
                         one for one in completions if index is not None and one.index != index
-                    )
+                    ]
                 if completions:
                     left.append((owner, completions))
         # Nothing comes after it: an interrupt there would find everything gone and nothing handed out.
@@ -92,13 +92,13 @@ class Outbox:
         """Raises AssertionError when an output was left behind: between two steps only that of a
         request for no tokens may lie here, or what a step that was cut short had released.
         """
-        for group, completions in self.ready.values():
+        for group, completions in self.ready.items():
             assert group.has_ended, f"request {group.request.id!r} was not handed out"
             assert completions
 
     def _news(self) -> Iterator[News]:
         yield from self._kept
-        yield from self.ready.values()
+        yield from self.ready.items()
 
 
 _by_index = attrgetter("index")

@@ -7,7 +7,6 @@ Invariant: a batch depends on its plan alone; `build_batch`, which remembers not
 """
 
 from array import array
-from operator import itemgetter
 
 import numpy as np
 
@@ -16,8 +15,6 @@ from jaxserve.schedule.batch import DeviceBatch, no_pairs, sampling_arrays
 from jaxserve.schedule.buckets import Buckets
 from jaxserve.schedule.plan import StepPlan
 from jaxserve.schedule.sequence import Sequence
-
-_SEQ, _START, _NUM_TOKENS, _NUM_SAMPLES = (itemgetter(i) for i in range(4))  # of a ScheduledSlice
 
 
 class BatchBuilder:
@@ -39,6 +36,7 @@ class BatchBuilder:
         self._sampling: list[Sequence] = []
         self._num_rows = -1
         self._num_prompt_tokens = np.zeros(0, np.int32)
+        self._wants_candidates = False
         self._sampling_arrays: dict[str, np.ndarray] = {}
 
     def __call__(self, plan: StepPlan) -> DeviceBatch:
@@ -48,11 +46,10 @@ class BatchBuilder:
             plan: slices in kernel order, pages taken.
         """
         slices, max_seqs, num_seqs = plan.slices, self._max_seqs, len(plan.slices)
-        starts, counts, num_samples = (
-            np.fromiter(map(field, slices), np.int32, num_seqs)
-            for field in (_START, _NUM_TOKENS, _NUM_SAMPLES)
-        )
-        seqs = list(map(_SEQ, slices))
+        starts = np.array([one.start for one in slices], np.int32)
+        counts = np.array([one.num_tokens for one in slices], np.int32)
+        num_samples = np.array([one.num_samples for one in slices], np.int32)
+        seqs = [one.seq for one in slices]
         samples = num_samples > 0
         sampling = seqs if samples.all() else [one.seq for one in slices if one.num_samples]
         ends = starts + counts  # i32[number of slices]
@@ -74,7 +71,7 @@ class BatchBuilder:
             bucket=plan.bucket,
             num_rows=len(sampling),
             num_steps=plan.num_steps,
-            token_ids=_token_ids(plan),
+            token_ids=_token_ids(plan, num_single),
             positions=positions,
             page_table=self._page_table([seq.page_table for seq in seqs]),
             kv_lens=kv_lens,
@@ -82,7 +79,7 @@ class BatchBuilder:
             cu_q_lens=cu_q_lens,
             ranges=np.array([num_single, num_single, num_seqs], np.int32),
             logit_rows=logit_rows,
-            wants_candidates=any(seq.wants_candidates for seq in sampling),
+            wants_candidates=self._wants_candidates,
             moves_out=_pairs(plan.moves_out),
             copies=_pairs(plan.copies),
             moves_in=_pairs(plan.moves_in),
@@ -120,6 +117,7 @@ class BatchBuilder:
         self._sampling = sampling
         self._sampling_arrays = sampling_arrays(sampling, num_rows)
         self._num_prompt_tokens = np.array([s.num_prompt_tokens for s in sampling], np.int32)
+        self._wants_candidates = any(s.wants_candidates for s in sampling)
         self._num_rows = num_rows
 
 
@@ -128,14 +126,11 @@ def build_batch(plan: StepPlan, buckets: Buckets, max_pages: int) -> DeviceBatch
     return BatchBuilder(buckets, max_pages)(plan)
 
 
-def _token_ids(plan: StepPlan) -> np.ndarray:
-    """i32[T]."""
-    ids = array("i")
-    for seq, start, num_tokens, _ in plan.slices:
-        if num_tokens == 1:  # most of them: nothing is cut out of the tokens
-            ids.append(seq.token_ids[start])
-        else:
-            ids.extend(seq.token_ids[start : start + num_tokens])
+def _token_ids(plan: StepPlan, num_single: int) -> np.ndarray:
+    """i32[T]. The first `num_single` slices, most of them, have one token: nothing is cut out there."""
+    ids = array("i", [one.seq.token_ids[one.start] for one in plan.slices[:num_single]])
+    for one in plan.slices[num_single:]:
+        ids.extend(one.seq.token_ids[one.start : one.start + one.num_tokens])
     token_ids = np.zeros(plan.bucket.num_tokens, np.int32)
     token_ids[: plan.num_tokens] = ids
     return token_ids

@@ -26,13 +26,13 @@ def count_decode_steps(slices: Several[ScheduledSlice], most: int, kv: KVManager
         most: as many as are wanted.
         kv: owner of the pages.
     """
-    for seq, start, num_tokens, num_samples in slices:
-        if num_tokens > 1 or not num_samples or seq.is_awaited:
+    for one in slices:
+        if one.num_tokens > 1 or not one.num_samples or one.seq.is_awaited:
             return 1
-        most = min(most, seq.max_num_tokens - start)
+        most = min(most, one.seq.max_num_tokens - one.start)
     if most > 1:
-        for seq, start, _, _ in slices:
-            if not kv.grow(seq.page_table, start + most, start):
+        for one in slices:
+            if not kv.grow(one.seq.page_table, one.start + most, one.start):
                 return 1
     return most
 
@@ -47,14 +47,16 @@ def begin(slices: Several[ScheduledSlice], num_steps: int) -> bool:
     Returns:
         Whether the host has to see what it samples before another step is planned.
     """
-    row, is_awaited = 0, False
-    for seq, _, num_tokens, num_samples in slices:
-        seq.num_in_flight += num_tokens + num_steps - 1
-        if not num_samples:
+    row, more, is_awaited = 0, num_steps - 1, False
+    for one in slices:
+        seq = one.seq
+        seq.num_in_flight += one.num_tokens + more
+        if not one.num_samples:
             continue
         if not seq.wants_candidates:
-            for _ in range(num_steps):
-                seq.token_ids.append(-1 - row)
+            seq.token_ids.append(-1 - row)
+            if more:
+                seq.token_ids.extend([-1 - row] * more)
         row += 1
         is_awaited = is_awaited or seq.is_awaited
     return is_awaited
@@ -68,12 +70,13 @@ def take_in(plan: StepPlan, sampled: SampledTokens, kv: KVManager) -> StepResult
     """
     result = StepResult([], [])
     # All at once: taking numbers out of an array one by one is slow.
-    token_ids, logprobs = sampled.token_ids.tolist(), sampled.logprobs.tolist()
+    # By column, one after the other: nearly always there is one, and no lists are made for the rows.
+    columns = list(zip(sampled.token_ids.T.tolist(), sampled.logprobs.T.tolist(), strict=True))
     finite = sampled.finite.tolist()
     row, page_size, more = 0, kv.page_size, plan.num_steps - 1
-    for (seq, start, num_tokens, num_samples), is_finite in zip(plan.slices, finite, strict=True):
-        first_row = row
-        row += num_samples
+    for one, is_finite in zip(plan.slices, finite, strict=True):
+        seq, num_tokens, first_row = one.seq, one.num_tokens, row
+        row += one.num_samples
         seq.num_iterations += 1
         if not seq.num_in_flight and not seq.num_pending:
             continue  # it has ended
@@ -81,19 +84,19 @@ def take_in(plan: StepPlan, sampled: SampledTokens, kv: KVManager) -> StepResult
             seq.forget_step()
             result.failed.append(seq)
             continue
-        if num_samples and not seq.wants_candidates:
-            position = start + num_tokens
-            for token_id in token_ids[first_row]:  # in the place of pending ones
-                seq.token_ids[position] = token_id
+        if one.num_samples and not seq.wants_candidates:
+            position = one.start + num_tokens
+            for token_ids, logprobs in columns:
+                seq.token_ids[position] = token_ids[first_row]  # in the place of a pending one
+                seq.logprobs.append(logprobs[first_row])
                 position += 1
-            seq.logprobs += logprobs[first_row]
         if seq.num_in_flight:
             before, after = seq.num_computed_tokens, seq.num_computed_tokens + num_tokens + more
             seq.num_in_flight -= num_tokens + more
             seq.num_computed_tokens = after
             if after // page_size > before // page_size:  # a page is full
                 kv.record(seq.page_table, seq.token_ids, after, seq.request.priority)
-        if num_samples:
+        if one.num_samples:
             if seq.wants_candidates:
                 seq.candidates = _candidates_of_row(sampled, first_row)
             result.advanced.append(seq)

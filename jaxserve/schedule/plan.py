@@ -8,8 +8,9 @@ from jaxserve.schedule.buckets import Bucket
 from jaxserve.schedule.sequence import Sequence
 
 
-class ScheduledSlice(NamedTuple):
-    """A run of one sequence's tokens to compute in this step.
+@dataclass(slots=True)  # made for every sequence of every step: a tuple is three times as dear
+class ScheduledSlice:
+    """A run of one sequence's tokens to compute in this step. Never changed.
 
     Args:
         seq: the sequence; its pages already hold `start + num_tokens` tokens.

@@ -194,13 +194,13 @@ class ScheduleLog:
             raise ValueError(f"num_steps {num_steps!r}")
         if num_steps == 1:
             return
-        for seq, start, num_tokens, num_samples in plan.slices:
-            if num_tokens > 1 or not num_samples or seq.wants_candidates:
+        for one in plan.slices:
+            if one.num_tokens > 1 or not one.num_samples or one.seq.wants_candidates:
                 raise ValueError(
                     f"{num_steps} steps of a slice that is no single token that samples"
                 )
-            if start + num_steps > seq.page_table.num_slots:
-                raise ValueError(f"{num_steps} steps pass {len(seq.page_table)} pages")
+            if one.start + num_steps > one.seq.page_table.num_slots:
+                raise ValueError(f"{num_steps} steps pass {len(one.seq.page_table)} pages")
 
     def _moves(self, name: str, record: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
         device, host = (1, self.header.num_pages), (0, self.header.num_host_pages)

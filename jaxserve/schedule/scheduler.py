@@ -24,7 +24,7 @@ Invariants (`check_invariants`):
 from collections.abc import Iterable
 from functools import cache
 from itertools import chain
-from operator import itemgetter
+from operator import attrgetter
 
 from jaxserve.pages.kv_manager import KVManager
 from jaxserve.schedule.admission import Gate
@@ -42,7 +42,7 @@ from jaxserve.schedule.prefix_wait import PrefixWait
 from jaxserve.schedule.queue import NumCached, Policy, WaitingQueue
 from jaxserve.schedule.sequence import Namespace, Sequence, Status
 
-_ROW_ORDER = itemgetter(2, 1)  # of a ScheduledSlice: num_tokens, and then start
+_START, _NUM_TOKENS = attrgetter("start"), attrgetter("num_tokens")  # of a ScheduledSlice
 MAX_PASSED = 64  # of those that wait for a prefix, before a step looks no further
 
 
@@ -167,7 +167,8 @@ class Scheduler:
         if not slices:
             return None
         self._use_leftover(slices, budget)
-        slices.sort(key=_ROW_ORDER)
+        slices.sort(key=_START)
+        slices.sort(key=_NUM_TOKENS)  # stable; twice by a number is cheaper than once by a pair
         num_tokens = sum([one.num_tokens for one in slices])
         num_rows = sum([one.num_samples for one in slices])
         bucket = self.buckets.pick(num_tokens, max(1, num_rows))
@@ -190,20 +191,18 @@ class Scheduler:
         """Gives the running sequences their tokens, preempting from the end as needed; returns what
         is left of the budget.
         """
-        going_on = [
-            s for s in self.running if len(s.token_ids) <= s.max_num_tokens or not s.awaits_its_end
-        ]
-        to_compute = [len(s.token_ids) - s.num_computed_tokens - s.num_in_flight for s in going_on]
+        going_on = [seq for seq in self.running if not seq.awaits_its_end]
+        to_compute = [seq.num_tokens_to_compute for seq in going_on]
         shares, budget = self.chunk_sizes.share(to_compute, self.waiting)
         running = Status.RUNNING
         for seq, known, num_tokens in zip(going_on, to_compute, shares, strict=True):
             if seq.status is not running:
                 break  # it, and all behind it, gave way to those before
-            start = seq.num_computed_tokens + seq.num_in_flight
+            start = seq.next_position
             end = start + num_tokens
             if end > seq.page_table.num_writable and not self._make_room(seq, end):
                 break  # it stood last and gave way itself
-            slices.append(ScheduledSlice(seq, start, num_tokens, int(num_tokens == known)))
+            slices.append(ScheduledSlice(seq, start, num_tokens, 1 if num_tokens == known else 0))
         return budget
 
     def _make_room(self, seq: Sequence, num_tokens: int) -> bool:

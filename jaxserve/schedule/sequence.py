@@ -59,7 +59,8 @@ class Candidates(NamedTuple):
     logprobs: np.ndarray
 
 
-@dataclass(kw_only=True, eq=False)
+# With slots, because every step reads and writes each of them several times.
+@dataclass(kw_only=True, eq=False, slots=True, weakref_slot=True)
 class Sequence:
     """One sequence of a request.
 

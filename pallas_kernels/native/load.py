@@ -21,6 +21,7 @@ TARGETS = (
     "jaxserve_tied_head",
     "jaxserve_lazy_zeros",
 )
+BUILD = "python -m pallas_kernels.native.build"
 
 
 @functools.cache
@@ -39,20 +40,19 @@ def find_object(folder: Path = HERE) -> tuple[Path | None, str]:
     if any(object_path(level, folder).exists() for level, _, _ in levels()):
         return None, f"no build of the C++ kernels runs on this {platform.machine()} CPU"
     return None, (
-        "the C++ kernels were not built: the install found no compiler; with one, run "
-        "python -m pallas_kernels.native.build"
+        f"the C++ kernels were not built: the install found no compiler; with one, run {BUILD}"
     )
 
 
 def _fault_of(path: Path) -> str | None:
     """Why an object is not to be loaded, which for a file that is cut off would end the process."""
-    remedy = "python -m pallas_kernels.native.build builds it anew"
+    remedy = f"{BUILD} builds it anew"
     try:
         if digest_path(path).read_text() == digests(path):
             return None
     except (OSError, UnicodeDecodeError) as error:
-        return f"{path.name} cannot be checked ({error}); {remedy}"
-    return f"{path.name} is damaged, or other sources made it; {remedy}"
+        return f"{path} cannot be checked ({error}); {remedy}"
+    return f"{path} is damaged, or other sources made it; {remedy}"
 
 
 @functools.cache
@@ -64,7 +64,7 @@ def _open() -> tuple[ctypes.CDLL | None, str]:
     try:
         return ctypes.cdll.LoadLibrary(str(path)), ""
     except OSError as error:  # a C++ library that it needs is missing or too old
-        return None, f"{path.name} cannot be loaded: {error}"
+        return None, f"{path} cannot be loaded: {error}"
 
 
 def cpu_flags() -> frozenset[str]:

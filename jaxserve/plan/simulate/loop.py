@@ -163,16 +163,17 @@ class Simulator:
         """Moves the clock on by a step, and everybody in it by their tokens."""
         num_context = num_pairs = num_table_pages = 0
         ids: list[int] = []
-        for seq, start, num_tokens, num_samples in plan.slices:
+        for one in plan.slices:
+            start, num_tokens = one.start, one.num_tokens
             end = start + num_tokens
             num_context += end
             if num_tokens == 1:
                 num_pairs += end
             else:
                 num_pairs += num_tokens * start + num_tokens * (num_tokens + 1) // 2
-            num_table_pages += len(seq.page_table)
-            if num_samples:
-                ids.append(-1 - seq.order[0])
+            num_table_pages += len(one.seq.page_table)
+            if one.num_samples:
+                ids.append(-1 - one.seq.order[0])
         seconds = self._roofline.step_s(
             num_tokens=plan.num_tokens,
             num_logit_rows=len(ids),
