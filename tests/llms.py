@@ -9,10 +9,14 @@ from jaxserve.request import RequestOutput, SamplingParams
 
 TINY = Path(__file__).parent.parent / "checkpoints" / "tiny_llama"
 
+# Two rungs of tokens and one of rows, of the limits of `shared_llm`: a third of the programs. For whoever
+# tests something else than the ladders, which `shared_llm()` has whole.
+FEW_BUCKETS = {"token_buckets": (4, 32), "row_buckets": (4,)}
 
-# Every compiled program takes some hundred memory mappings, of which a process may have 65,530: what was
-# not used for long makes room. Programs stay in the compilation cache of the run.
-@functools.lru_cache(maxsize=6)
+
+# A compiled program takes dozens of memory mappings, or hundreds, and a process may have 65,530 of them:
+# what was not used for long makes room. Programs stay in the compilation cache of the run.
+@functools.lru_cache(maxsize=10)
 def shared_llm(model: str | Path = TINY, **options: object) -> LLM:
     """An idle `LLM`; the caller leaves it idle."""
     small: dict[str, object] = {

@@ -20,6 +20,7 @@ from jaxserve.model.registry import ModelFunctions
 from tests.llms import TINY
 
 SMALL = {"max_num_seqs": 1, "max_num_batched_tokens": 4, "max_model_len": 32, "num_pages": 4}
+SMALL |= {"token_buckets": (4,)}
 CONFIG = EngineConfig.from_options(SMALL)
 
 
@@ -167,7 +168,7 @@ def test_compiled_programs_that_were_cut_short_are_made_anew_once(own_cache_dir,
 
 
 def test_ladders_of_ones_own_are_compiled_and_no_more():
-    llm = LLM(str(TINY), token_buckets=(3, 4), **SMALL)
+    llm = LLM(str(TINY), **(SMALL | {"token_buckets": (3, 4)}))
     stats = llm.engine.stats()
     assert (stats.token_buckets, stats.row_buckets) == ((3, 4), (1,))
     params = SamplingParams(max_tokens=3, temperature=0)

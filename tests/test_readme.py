@@ -43,8 +43,14 @@ def test_scripts_of_the_readme_are_what_ci_runs(repository):
     assert all(script in ci for script in named)
 
 
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """Of a user: the second command finds the programs of the first in the cache there."""
+    return tmp_path_factory.mktemp("home")
+
+
 @pytest.mark.parametrize("command", [c for c in commands() + commands(KERNELS) if c not in SCRIPTS])
-def test_command(command, repository, tmp_path):
+def test_command(command, repository, tmp_path, home):
     program, *arguments = shlex.split(command)
     assert program == ".venv/bin/jaxserve"
     arguments = [
@@ -64,7 +70,7 @@ def test_command(command, repository, tmp_path):
         capture_output=True,
         text=True,
         check=False,
-        env={"PYTHONPATH": str(repository), "HOME": str(tmp_path), "PATH": "/usr/bin:/bin"},
+        env={"PYTHONPATH": str(repository), "HOME": str(home), "PATH": "/usr/bin:/bin"},
     )
     assert done.returncode == 0, done.stderr
     written = tmp_path / "answers.jsonl"
@@ -74,7 +80,8 @@ def test_command(command, repository, tmp_path):
 def test_python_blocks(repository, monkeypatch, capsys):
     """One after the other in one namespace, as in a notebook."""
     monkeypatch.chdir(repository)
-    small = "max_num_batched_tokens=8, max_num_seqs=2, max_model_len=256, num_pages=40"
+    small = "max_num_batched_tokens=8, max_num_seqs=2, max_model_len=256, num_pages=40, "
+    small += "token_buckets=(8,), row_buckets=(2,)"
     names: dict[str, object] = {}
     for block in blocks("python"):
         code = block.replace("checkpoints/smollm2-135m-instruct", str(TINY))

@@ -16,11 +16,11 @@ from jaxserve.schedule.queue import LPM_WINDOW, PATIENCE
 from jaxserve.stats import GROUPS, EngineStats
 from tests.cli.conftest import ROOT, read_records
 from tests.cli.test_run import write_lines
+from tests.e2e.test_memory import CACHED
 from tests.llms import shared_llm
 from tests.test_readme import blocks, commands
 
 TEXT = (ROOT / "docs" / "scheduling.md").read_text()
-OPTIONS = {"page_size": 4}  # as in other tests of forks
 
 
 def test_commands(made, model, tmp_path, monkeypatch, capsys):
@@ -38,7 +38,7 @@ def test_commands(made, model, tmp_path, monkeypatch, capsys):
 
 
 def test_python_blocks(capsys):
-    names: dict[str, object] = {"small": shared_llm(**OPTIONS)}
+    names: dict[str, object] = {"small": shared_llm(**CACHED)}
     shown = []
     for block in blocks("python", TEXT):
         code, changes = re.subn(r'LLM\("checkpoints/.*?"\)', "small", block)
@@ -49,7 +49,7 @@ def test_python_blocks(capsys):
     assert len(choices) == 4
     assert [score for _, score in beams] == sorted((score for _, score in beams), reverse=True)
     assert re.fullmatch(r"root(\.[012]){1,3}\n", shown[1])
-    stats = shared_llm(**OPTIONS).engine.stats()
+    stats = shared_llm(**CACHED).engine.stats()
     assert stats.num_owned_pages == stats.num_held == 0
 
 

@@ -17,7 +17,7 @@ from jaxserve.schedule.preemption import PreemptionMode
 from jaxserve.seeds import choice_seed
 from tests import checkpoints
 from tests.e2e.test_memory import CACHED, PLAIN, PRESSED
-from tests.llms import greedy, shared_llm, stream_all
+from tests.llms import FEW_BUCKETS, greedy, shared_llm, stream_all
 from tests.text.tokenizers_for_tests import byte_level
 
 PAGE_4 = CACHED
@@ -135,7 +135,7 @@ def bigram(tmp_path_factory) -> LLM:
         tokenizer_json=tokenizer.to_str(),
         generation_config={"eos_token_id": end},
     )
-    return shared_llm(folder)
+    return shared_llm(folder, **FEW_BUCKETS)
 
 
 def test_c24_choices_have_lengths_texts_and_ends_of_their_own(bigram):

@@ -22,7 +22,14 @@ GOLDEN = Path(__file__).parent.parent / "golden"
 WORKLOADS = Path(__file__).parent.parent.parent / "scripts" / "workloads"
 NEAR_TIE = 5e-4  # a gap between the two largest logits below which rounding may decide
 
-ROOMY = {"max_num_seqs": 32, "max_num_batched_tokens": 256, "max_model_len": 1024, "num_pages": 256}
+ROOMY = {
+    "max_num_seqs": 32,
+    "max_num_batched_tokens": 256,
+    "max_model_len": 1024,
+    "num_pages": 256,
+    "token_buckets": (1, 8, 32, 256),
+    "row_buckets": (1, 8, 32),
+}
 # 16 tokens a step, and pages for little more than the longest request: w1 is preempted again and
 # again. A few requests of each are enough for that.
 TIGHT = {
@@ -31,6 +38,8 @@ TIGHT = {
     "max_model_len": 1024,
     "page_size": 16,
     "num_pages": 64,
+    "token_buckets": (1, 4, 16),
+    "row_buckets": (1, 4, 16),
 }
 
 

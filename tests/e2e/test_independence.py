@@ -11,17 +11,19 @@ from jaxserve.device.compile_counter import CompileCounter
 from jaxserve.request import SamplingParams
 from jaxserve.sampling_params import BeamParams
 from tests import numpy_llama
-from tests.llms import TINY, greedy, shared_llm, stream_all
+from tests.e2e.test_memory import CACHED
+from tests.llms import FEW_BUCKETS, TINY, greedy, shared_llm, stream_all
 
+ODD_BUDGET = {"max_num_batched_tokens": 7, "token_buckets": (3, 7), "row_buckets": (4,)}
 ARMS = {
     "plain": {},
-    "small_pages": {"page_size": 4},
+    "small_pages": CACHED,
     "one_token_steps": {"max_num_batched_tokens": 1},
-    "odd_budget": {"max_num_batched_tokens": 7, "page_size": 8},
-    "one_at_a_time": {"max_num_seqs": 1},
-    "static": {"scheduling": "static"},
-    "reference": {"attention_backend": "reference", "page_size": 16},
-    "xla": {"attention_backend": "xla"},
+    "odd_budget": ODD_BUDGET | {"page_size": 8},
+    "one_at_a_time": {"max_num_seqs": 1, "token_buckets": (4, 32)},
+    "static": {"scheduling": "static"} | FEW_BUCKETS,
+    "reference": {"attention_backend": "reference", "page_size": 16} | FEW_BUCKETS,
+    "xla": {"attention_backend": "xla"} | FEW_BUCKETS,
 }
 NUM_TOKENS = 8
 
@@ -89,7 +91,7 @@ def test_c46_any_mix_of_requests_compiles_nothing():
 
 
 def test_c11_neighbours_do_not_matter():
-    llm = shared_llm(page_size=4)
+    llm = shared_llm(**CACHED)
     rng = random.Random(5)
     chosen = prompts()
     for _ in range(6):
@@ -103,7 +105,7 @@ def test_c11_neighbours_do_not_matter():
 def test_c12_preemption_is_invisible(sampling):
     params = SamplingParams(max_tokens=24, ignore_eos=True, logprobs=True, **sampling)
     four = [[10 * i + j for j in range(8)] for i in range(4)]
-    tight = shared_llm(page_size=4, num_pages=11)
+    tight = shared_llm(num_pages=11, **CACHED)
     before = tight.engine.stats().num_preemptions
     for i, prompt in enumerate(four):
         tight.add(f"p{i}", prompt, params)
@@ -113,7 +115,7 @@ def test_c12_preemption_is_invisible(sampling):
             parts.setdefault(output.request_id, []).append(output.outputs[0])
         tight.engine.check_invariants()
     assert tight.engine.stats().num_preemptions - before >= 2
-    roomy = shared_llm(page_size=4)
+    roomy = shared_llm(**CACHED)
     for i, expected in enumerate(roomy.generate(four, params)):
         want, got = expected.outputs[0], parts[f"p{i}"]
         assert [t for part in got for t in part.token_ids] == want.token_ids
@@ -139,7 +141,7 @@ def test_c17_seeded_draws_do_not_depend_on_the_batch():
     assert drawn([prompt, prompt], seeded, 1) == solo
     stream = stream_all(llm, prompt, seeded)
     assert [t for part in stream for t in part.outputs[0].token_ids] == solo
-    small = shared_llm(page_size=4, max_num_batched_tokens=7)
+    small = shared_llm(page_size=4, **ODD_BUDGET)
     assert small.generate([prompt], seeded)[0].outputs[0].token_ids == solo
     llm.add("early", prompts()[8], free)
     for _ in range(3):

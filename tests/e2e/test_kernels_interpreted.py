@@ -10,6 +10,7 @@ from tests.llms import greedy, shared_llm
 # Prompts that share a step: one is a chunk while the other decodes, and 12 tokens take two steps.
 PROMPTS = [[5, 6, 7], list(range(20, 32))]
 OPTIONS = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 8, "num_pages": 8}
+OPTIONS |= {"token_buckets": (8,), "row_buckets": (2,)}  # interpreters take long to compile
 
 
 def serve(**options) -> tuple[list[list[int]], EngineStats]:

@@ -20,18 +20,26 @@ from jaxserve.request import SamplingParams
 from pallas_kernels import dispatch
 from tests import kv_quality
 from tests.checkpoints import make_bigram, make_random_llama
-from tests.llms import TINY, greedy, shared_llm
+from tests.llms import FEW_BUCKETS, TINY, greedy, shared_llm
 
 EIGHT_BIT = ("int8", "fp8_e4m3")
 NUM_TOKENS = 8
 PROMPTS = [
     [random.Random(n).randrange(512) for _ in range(n)] for n in (1, 2, 5, 13, 17, 33, 65, 90)
 ]
-SMALL = {"max_num_batched_tokens": 5, "page_size": 4}  # few programs to compile, odd chunks
+# Few programs to compile, odd chunks; the whole ladders are those of int8 in `PLAIN`.
+SMALL = {"max_num_batched_tokens": 5, "page_size": 4, "token_buckets": (5,), "row_buckets": (4,)}
+PLAIN = {
+    "auto": {},
+    "int8": {"kv_cache_dtype": "int8"},
+    "fp8_e4m3": {"kv_cache_dtype": "fp8_e4m3"} | FEW_BUCKETS,
+}
+REFERENCE = {"attention_backend": "reference", "max_num_batched_tokens": 8, "page_size": 16}
+REFERENCE |= {"token_buckets": (8,), "row_buckets": (4,)}
 ARMS = [
     ("int8", SMALL),
     ("int8", {"max_num_batched_tokens": 1}),
-    ("int8", {"attention_backend": "reference", "max_num_batched_tokens": 8, "page_size": 16}),
+    ("int8", REFERENCE),
     ("fp8_e4m3", SMALL),
 ]
 # A key that lies between two steps of the 8-bit type may be rounded to either where a batch of
@@ -51,7 +59,7 @@ def assert_same(found, expected):
 
 @pytest.mark.parametrize(("kv_cache_dtype", "arm"), ARMS)
 def test_c35_tokens_do_not_depend_on_chunks_pages_buckets_or_backend(kv_cache_dtype, arm):
-    plain = completions(shared_llm(kv_cache_dtype=kv_cache_dtype))
+    plain = completions(shared_llm(**PLAIN[kv_cache_dtype]))
     llm = shared_llm(kv_cache_dtype=kv_cache_dtype, **arm)
     assert_same(completions(llm), plain)
     llm.engine.check_invariants()
@@ -60,7 +68,7 @@ def test_c35_tokens_do_not_depend_on_chunks_pages_buckets_or_backend(kv_cache_dt
 @pytest.mark.parametrize("kv_cache_dtype", EIGHT_BIT)
 def test_c35_neighbours_and_preemption_do_not_matter(kv_cache_dtype):
     prompts = [[10 * i + j for j in range(8)] for i in range(4)]
-    roomy = shared_llm(kv_cache_dtype=kv_cache_dtype)
+    roomy = shared_llm(**PLAIN[kv_cache_dtype])
     alone = [completions(roomy, [prompt], 24)[0] for prompt in prompts]
     assert_same(completions(roomy, prompts, 24), alone)
     tight = shared_llm(kv_cache_dtype=kv_cache_dtype, num_pages=11, **SMALL)
@@ -72,7 +80,7 @@ def test_c35_neighbours_and_preemption_do_not_matter(kv_cache_dtype):
 @pytest.mark.parametrize("kv_cache_dtype", EIGHT_BIT)
 def test_the_cache_is_really_in_8_bits(kv_cache_dtype):
     """The control for all above: the pages hold that type, and logprobs are not those of float pages."""
-    llm, wide = shared_llm(kv_cache_dtype=kv_cache_dtype), shared_llm()
+    llm, wide = shared_llm(**PLAIN[kv_cache_dtype]), shared_llm()
     found = [x for one in completions(llm) for x in one.logprobs]
     expected = [x for one in completions(wide) for x in one.logprobs]
     assert np.abs(np.subtract(found, expected)).max() > 1e-4
@@ -82,7 +90,7 @@ def test_the_cache_is_really_in_8_bits(kv_cache_dtype):
 
 
 def test_the_same_memory_holds_four_times_the_pages():
-    stats = {name: shared_llm(kv_cache_dtype=name).engine.stats() for name in ("auto", *EIGHT_BIT)}
+    stats = {name: shared_llm(**options).engine.stats() for name, options in PLAIN.items()}
     assert stats["auto"].kv_cache_dtype == "float32"
     for name in EIGHT_BIT:
         assert stats[name].kv_cache_dtype == name
@@ -100,7 +108,7 @@ def test_float_pages_of_another_width_go_without_scales():
 
 
 def test_nothing_compiles_after_warm_up_and_pages_stay_where_they_are():
-    llm = shared_llm(kv_cache_dtype="int8")
+    llm = shared_llm(**PLAIN["int8"])
     completions(llm)
 
     def pointers():
@@ -142,6 +150,7 @@ class TestGivenScales:
             "kv_cache_dtype": "fp8_e4m3",
             "max_num_seqs": 1,
             "max_num_batched_tokens": 16,
+            "token_buckets": (16,),
             "max_model_len": 32,
             "num_pages": 4,
         }
@@ -195,13 +204,17 @@ def test_a_model_without_a_tokenizer_is_calibrated_on_drawn_ids(tmp_path, caplog
     assert len(completions(llm, [[1, 2, 3]])[0].token_ids) == NUM_TOKENS
 
 
-@pytest.mark.parametrize("kv_cache_dtype", EIGHT_BIT)
-def test_c35_the_bigram_model_says_the_same_in_8_bits(tmp_path, kv_cache_dtype):
+@pytest.fixture(scope="module")
+def bigram(tmp_path_factory):
     rng = np.random.default_rng(4)
     logits = {token: rng.permutation(32).astype(np.float32) for token in range(32)}
-    path = make_bigram(tmp_path, logits, vocab_size=32)
+    return make_bigram(tmp_path_factory.mktemp("bigram"), logits, vocab_size=32)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", EIGHT_BIT)
+def test_c35_the_bigram_model_says_the_same_in_8_bits(bigram, kv_cache_dtype):
     wide, narrow = (
-        shared_llm(path, kv_cache_dtype=name, **SMALL) for name in ("auto", kv_cache_dtype)
+        shared_llm(bigram, kv_cache_dtype=name, **SMALL) for name in ("auto", kv_cache_dtype)
     )
     prompts = [[token] for token in range(0, 32, 4)]
     for one, other in zip(
@@ -218,7 +231,7 @@ TINY_DRIFT = {"int8": 0.03, "fp8_e4m3": 0.1}
 def test_c35_drift_of_the_tiny_model_is_bounded(kv_cache_dtype):
     model = kv_quality.load(TINY)
     texts = [prompt for prompt in PROMPTS if len(prompt) > 10]
-    scales = shared_llm(kv_cache_dtype=kv_cache_dtype).engine.executor.kv_scales
+    scales = shared_llm(**PLAIN[kv_cache_dtype]).engine.executor.kv_scales
     wide = kv_quality.text_logprobs(model, texts)
     drift = np.abs(kv_quality.text_logprobs(model, texts, kv_cache_dtype, scales) - wide).mean()
     assert 1e-3 < drift < TINY_DRIFT[kv_cache_dtype]

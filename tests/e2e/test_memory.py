@@ -8,12 +8,12 @@ import pytest
 
 from jaxserve.request import SamplingParams
 from jaxserve.schedule.preemption import PreemptionMode
-from tests.llms import greedy, shared_llm
+from tests.llms import FEW_BUCKETS, greedy, shared_llm
 
 # The same shapes throughout, so the same compiled programs; page 4 makes things happen early.
-PLAIN = {"page_size": 4, "enable_prefix_caching": False}
-CACHED = {"page_size": 4}
-PRESSED = {"page_size": 4, "num_pages": 28, "host_kv_gib": 0.001}
+CACHED = {"page_size": 4} | FEW_BUCKETS
+PLAIN = CACHED | {"enable_prefix_caching": False}
+PRESSED = CACHED | {"num_pages": 28, "host_kv_gib": 0.001}
 
 
 def assert_same(found, expected):

@@ -13,7 +13,7 @@ from tests.checkpoints import make_script
 from tests.llms import greedy, shared_llm, stream_all
 
 SMALL = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "max_model_len": 64, "num_pages": 16}
-SMALL |= {"page_size": 4}
+SMALL |= {"page_size": 4, "token_buckets": (8,), "row_buckets": (2,)}
 
 
 def byte_level_tokenizer(words: list[str]) -> tuple[RawTokenizer, dict[str, int]]:
