@@ -86,7 +86,9 @@ def _install_llama_cpp(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     pip = [sys.executable, "-m", "pip", "download", *_QUIET, "--no-deps"]
-    run_quietly([*pip, f"--no-binary={LLAMA_CPP.partition('==')[0]}", f"--dest={folder}", LLAMA_CPP])
+    run_quietly(
+        [*pip, f"--no-binary={LLAMA_CPP.partition('==')[0]}", f"--dest={folder}", LLAMA_CPP]
+    )
     (archive,) = folder.glob("*.tar.gz")
     with tarfile.open(archive) as sources:
         sources.extractall(folder / "src", filter="data")
