@@ -420,6 +420,31 @@ def test_a_batch_depends_on_its_plan_alone(monkeypatch):
     assert num_shared[0] > 100, "nothing was carried over"
 
 
+@pytest.mark.parametrize(
+    ("scheduling", "num_steps"),
+    [("continuous", 6), ("static", 6 + 3)],  # 2 | 6 | 4 tokens in two slots
+)
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_who_waits_takes_the_slot_of_one_whose_last_token_is_on_its_way(
+    scheduling, num_steps, async_scheduling
+):
+    engine = make_engine(max_num_seqs=2, scheduling=scheduling, async_scheduling=async_scheduling)
+    asked = {"short": 2, "long": 6, "late": 4 if scheduling == "continuous" else 3}
+    for name, max_tokens in asked.items():
+        params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+        engine.add(Request(id=name, prompt_token_ids=[1, 2], sampling_params=params))
+    most_running = 0
+    while engine.has_work():
+        engine.step()
+        engine.check_invariants()
+        most_running = max(most_running, len(engine.scheduler.running))
+        plan = engine.scheduler.counters.last_plan
+        assert plan is not None
+        assert len(plan.slices) <= 2
+    assert engine.stats().num_steps == num_steps
+    assert most_running == 2  # the one that ends is gone by the end of the step
+
+
 def test_the_work_of_a_step_grows_with_the_running_and_not_with_the_waiting():
     """Calls of Python functions, counted: no clock."""
 

@@ -7,7 +7,8 @@ from typing import Protocol
 
 
 class Gate(Protocol):
-    """Asked by the scheduler before each admission; told of each one made."""
+    """Asked by the scheduler before each admission; told of each one made. `num_running` leaves out
+    those that only wait for the result of the step under way."""
 
     def may_admit(self, num_running: int) -> bool: ...
 

@@ -245,8 +245,10 @@ class Scheduler:
         partial = [one.seq for one in slices if not one.num_samples]
         passed: set[Sequence] = set()
         num_cached = cache(self.entrance.num_cached)  # looked up once a step, however many join
-        while self.waiting and budget > 0 and len(self.running) < self.buckets.max_num_seqs:
-            if not self.gate.may_admit(len(self.running)):
+        num_ending = sum([seq.awaits_its_end for seq in self.running])  # they leave their slots
+        while self.waiting and budget > 0:
+            num_going_on = len(self.running) - num_ending
+            if num_going_on >= self.buckets.max_num_seqs or not self.gate.may_admit(num_going_on):
                 break
             seq = self._next_in_line(passed, num_cached)
             if seq is None:
@@ -364,7 +366,8 @@ class Scheduler:
 
     def check_invariants(self) -> None:
         """Raises AssertionError when a queue or the pages are not as the module says."""
-        assert len(self.running) <= self.buckets.max_num_seqs
+        going_on = [seq for seq in self.running if not seq.awaits_its_end]
+        assert len(going_on) <= self.buckets.max_num_seqs
         check_queues(
             running=self.running,
             waiting=self.waiting,
