@@ -20,7 +20,7 @@ from pathlib import Path
 from jaxserve import __version__
 from jaxserve.cli import resume
 from jaxserve.cli.arguments import UsageError
-from jaxserve.cli.output_files import is_same_file
+from jaxserve.cli.output_files import check_writable, is_same_file
 from jaxserve.cli.standard_streams import write_error
 from jaxserve.cli.text_engine import EngineLike
 from jaxserve.schedule.observer import StepObserver, StepRecord
