@@ -7,9 +7,10 @@ own.
 """
 
 import dataclasses
+import logging
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,10 +19,12 @@ import numpy as np
 from jaxserve.cli import text_engine
 from jaxserve.cli.arguments import UsageError
 from jaxserve.cli.request_line import RequestLine
+from jaxserve.cli.stop_signals import StopSignals
 from jaxserve.errors import InvalidRequestError
 from jaxserve.stats import EngineStats
 
 _PERCENTILES = (50, 90, 99)
+logger = logging.getLogger("jaxserve.cli")
 
 
 class Counter(Protocol):
@@ -52,10 +55,17 @@ class Timeline:
 
 @dataclass(frozen=True, kw_only=True)
 class Repetition:
-    """One replay: its wall time and a timeline per request, in the workload's order."""
+    """One replay.
+
+    Args:
+        wall_s: from submitting the requests until the last one was done.
+        timelines: one per request, in the workload's order.
+        stats: the engine's counters at its end.
+    """
 
     wall_s: float
     timelines: Sequence[Timeline]
+    stats: EngineStats
 
     @property
     def num_output_tokens(self) -> int:
@@ -85,8 +95,24 @@ def salted(lines: Sequence[RequestLine], number: int, *, shared: bool = True) ->
     return ready
 
 
-def replay(llm: text_engine.TextEngine, lines: Sequence[RequestLine]) -> Repetition:
+def _never() -> bool:
+    return False
+
+
+def replay(
+    llm: text_engine.TextEngine,
+    lines: Sequence[RequestLine],
+    is_stopped: Callable[[], bool] = _never,
+) -> Repetition | None:
     """Submits all requests at once and steps until the last one is done.
+
+    Args:
+        llm: does the work.
+        lines: the requests.
+        is_stopped: asked between two steps whether to leave the rest undone.
+
+    Returns:
+        What was measured; None if it was stopped.
 
     Raises:
         UsageError: the engine refuses a line.
@@ -99,6 +125,8 @@ def replay(llm: text_engine.TextEngine, lines: Sequence[RequestLine]) -> Repetit
         except InvalidRequestError as error:
             raise UsageError(f"workload line {line.index + 1}: {error.message}") from None
     while llm.engine.has_work():
+        if is_stopped():
+            return None
         outputs = llm.step()
         now = time.perf_counter() - started
         for output in outputs:
@@ -110,7 +138,8 @@ def replay(llm: text_engine.TextEngine, lines: Sequence[RequestLine]) -> Repetit
             timeline.logprobs.extend(piece.logprobs or ())
             if piece.token_ids:
                 timeline.release_s.append(now)
-    return Repetition(wall_s=time.perf_counter() - started, timelines=timelines)
+    wall_s = time.perf_counter() - started
+    return Repetition(wall_s=wall_s, timelines=timelines, stats=llm.engine.stats())
 
 
 @dataclass(kw_only=True)
@@ -134,24 +163,36 @@ class Arm:
     num_compiles: int = 0
 
     def measure(
-        self, lines: Sequence[RequestLine], compiles: Counter, *, share_prefixes: bool = True
-    ) -> None:
+        self,
+        lines: Sequence[RequestLine],
+        compiles: Counter,
+        *,
+        share_prefixes: bool = True,
+        is_stopped: Callable[[], bool] = _never,
+    ) -> bool:
         """Replays the workload once more.
 
         Args:
             lines: the workload.
             compiles: a `CompileCounter`, shared by all arms.
             share_prefixes: False: no request uses pages of another, as without a prefix cache.
+            is_stopped: as of `replay`.
+
+        Returns:
+            Whether it came to its end, and is one of the repetitions.
         """
         self.num_replays += 1
         ready = salted(lines, self.num_replays, shared=share_prefixes)
         before = compiles.count
-        self.repetitions.append(replay(self.llm, ready))
+        done = replay(self.llm, ready, is_stopped)
         self.num_compiles += compiles.count - before
+        if done is not None:
+            self.repetitions.append(done)
+        return done is not None
 
     def summary(self) -> dict[str, Any]:
         """The arm's figures: medians of rates and wall time, latencies over all repetitions' requests."""
-        stats, startup = self.llm.engine.stats(), self.llm.startup
+        stats, startup = self.repetitions[-1].stats, self.llm.startup
         walls = [one.wall_s for one in self.repetitions]
         timelines = [line for one in self.repetitions for line in one.timelines]
         gaps = [gap for one in timelines for gap in np.diff(one.release_s).tolist()]
@@ -202,6 +243,50 @@ def build_arm(model: str, options: Mapping[str, object]) -> Arm:
     """Loads an engine and notes its counters behind its warm-up."""
     llm = text_engine.load_llm(model, options)
     return Arm(llm=llm, options=options, before=llm.engine.stats())
+
+
+def measure_in_turns(
+    arms: Sequence[Arm],
+    lines: Sequence[RequestLine],
+    compiles: Counter,
+    num_repetitions: int,
+    stop: StopSignals,
+) -> None:
+    """Replays the workload on each arm in turn, and says so after each time.
+
+    A signal ends the process until each arm has a repetition; from then on it ends the replay under
+    way, and each arm is left with as many repetitions as the others.
+
+    Args:
+        arms: what is compared, or one alone.
+        lines: the workload.
+        compiles: a `CompileCounter`.
+        num_repetitions: how often.
+        stop: is asked for a stop.
+    """
+    for number in range(1, num_repetitions + 1):
+        for arm in arms:
+            if not arm.measure(lines, compiles, is_stopped=lambda: stop.requested):
+                for one in arms:
+                    del one.repetitions[number - 1 :]
+                logger.warning(
+                    "stopped by %s: the result is of %d of %d repetitions",
+                    stop.name,
+                    number - 1,
+                    num_repetitions,
+                )
+                return
+            last = arm.repetitions[-1]
+            logger.info(
+                "repetition %d of %d, %s: %d output tokens in %.2f s (%.1f tokens/s)",
+                number,
+                num_repetitions,
+                arm.options["scheduling"],
+                last.num_output_tokens,
+                last.wall_s,
+                last.num_output_tokens / last.wall_s,
+            )
+        stop.defer()
 
 
 def make_compile_counter() -> Counter:

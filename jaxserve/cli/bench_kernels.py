@@ -4,6 +4,7 @@ Called by `bench.py`. Which backends there are is `dispatch`'s word, so a new on
 it serves. Invariant: everything in one result was measured in one run, in turns.
 """
 
+import logging
 import statistics
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -31,6 +32,26 @@ backend's median). Compare only inside one run. --roofline measures the ceilings
 exit code: 0 measured, 2 could not be measured, 130 or 143 stopped by SIGINT or SIGTERM
 """
 
+HEAD_NAMES = ("smollm2-135m", "smollm2-360m", "llama-3.2-1b", "llama-3.1-8b", "tiny")
+STEP_NAMES = (
+    "decode-b1-c512",
+    "decode-b16-c256",
+    "decode-b32-c256",
+    "decode-b16-c1024",
+    "chunk-512-c512",
+    "chunk-512-c2048",
+    "chunk-8x64",
+)
+LARGE_STEP_NAMES = (
+    "decode-b1-c8192",
+    "decode-b64-c4096",
+    "decode-b256-c1024",
+    "chunk-2048-c2048",
+    "chunk-2048-c16384",
+    "chunk-32x64",
+)
+logger = logging.getLogger("jaxserve.cli")
+
 
 def kernels_flags() -> flags.FlagValues:
     """The flags of `bench kernels`."""
@@ -41,9 +62,16 @@ def kernels_flags() -> flags.FlagValues:
         "backends", [], "With commas; none = all that auto may choose on this platform.", **group
     )
     flags.DEFINE_string(
-        "heads", "smollm2-135m", "Whose attention heads: a name of arg_specs.HEADS.", **group
+        "heads", HEAD_NAMES[0], f"Whose attention heads: {', '.join(HEAD_NAMES)}.", **group
     )
-    flags.DEFINE_list("steps", [], "Names of arg_specs.STEPS with commas; none = all.", **group)
+    flags.DEFINE_list(
+        "steps",
+        [],
+        f"With commas: {', '.join(STEP_NAMES)}; none = all of these. For an accelerator also "
+        f"{', '.join(LARGE_STEP_NAMES)}. bB-cC: B rows of one new token and a context of C; "
+        "T-cC: one row of T new tokens; RxT: R rows of T.",
+        **group,
+    )
     define_auto_integer("layers", "Layers in the program; auto = the model's.", **group)
     define_auto_integer("page_size", "Tokens a page; auto = the first backend's own.", **group)
     flags.DEFINE_enum(
@@ -100,6 +128,7 @@ def measure(given: Mapping[str, Any]) -> dict[str, Any]:
     plan = plan_arms(
         given["backends"], dtype=given["dtype"], page_size=given["page_size"], heads=heads
     )
+    logger.info("what the machine can do:")
     ceilings = measure_ceilings(dtype=plan.dtype)
     result: dict[str, Any] = {
         "jaxserve_version": __version__,
@@ -111,13 +140,16 @@ def measure(given: Mapping[str, Any]) -> dict[str, Any]:
     layers = given["layers"] or heads.num_layers
     result |= {"heads": given["heads"], "num_layers": layers, "page_size": plan.page_size}
     result["steps"] = steps = {}
-    for name in names:
+    for number, name in enumerate(names, 1):
+        logger.info("step %d of %d, %s:", number, len(names), name)
         num_bytes, num_flops = least_work(plan, all_steps[name], heads, num_layers=layers)
         times = time_attention(
             plan, all_steps[name], heads, num_layers=layers, repetitions=given["repetitions"]
         )
         steps[name] = step_figures(times, ceilings.least_s(num_bytes, num_flops))
         steps[name] |= {"bytes": num_bytes, "flops": num_flops}
+        for backend, figures in steps[name]["backends"].items():
+            logger.info("  %s: %.3f ms", backend, figures["median_ms"])
     return result
 
 

@@ -6,7 +6,7 @@ one replay that does not count comes before the measurement.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -22,6 +22,7 @@ from jaxserve.cli.bench_arm import (
     build_arm,
     distribution,
     make_compile_counter,
+    measure_in_turns,
     salted,
 )
 from jaxserve.cli.bench_result import check_output, peak_rss_bytes, write_result
@@ -47,7 +48,8 @@ Runs a batch of --batch_size requests, --input_len prompt tokens and --output_le
 (a request's mean of these) and e2el_s as percentiles over all requests of all repetitions, and
 output_tokens_per_s. --profile runs it once more, waiting for each program of a step, and adds what each
 of them costs: its median time, the bytes that it has to move, its operations, and how near that is to
-what the machine can do.
+what the machine can do. Stopped by a signal once a repetition is done, it gives the result of those that
+are done, without a profile and with "partial": true.
 exit code: 0 measured, 2 could not be measured, 130 or 143 stopped by SIGINT or SIGTERM
 """
 
@@ -83,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command.
 
     Returns:
-        0.
+        0; 130 or 143 where a signal left a part of the measurement undone.
 
     Raises:
         JaxserveError: it could not be measured.
@@ -106,14 +108,15 @@ def main(argv: Sequence[str]) -> int:
     configure_logging(given["verbosity"])
     options = engine_options(values)
     check_engine_options(options)
-    with StopSignals("before the measurement was done") as stop:
-        result = _measure(given, options)
-        stop.defer()  # what follows is short, and no file is left half-written
+    with StopSignals("before a repetition was done: there is no result") as stop:
+        result = _measure(given, options, stop)
         write_result(result, given["output"])
-    return 0
+    return stop.exit_code if result["partial"] else 0
 
 
-def _measure(given: dict[str, Any], options: dict[str, object]) -> dict[str, Any]:
+def _measure(
+    given: dict[str, Any], options: dict[str, object], stop: StopSignals
+) -> dict[str, Any]:
     arm = build_arm(given["model"], options)
     length = given["input_len"] + given["output_len"]
     limit = arm.llm.engine.stats().max_model_len
@@ -126,11 +129,8 @@ def _measure(given: dict[str, Any], options: dict[str, object]) -> dict[str, Any
     compiles = make_compile_counter()
     arm.measure(lines, compiles)
     arm.repetitions.clear()
-    for number in range(1, given["repetitions"] + 1):
-        arm.measure(lines, compiles)
-        logger.info(
-            "repetition %d of %d: %.2f s", number, given["repetitions"], arm.repetitions[-1].wall_s
-        )
+    measure_in_turns([arm], lines, compiles, given["repetitions"], stop)
+    num_done = len(arm.repetitions)
     result = {
         "model": given["model"],
         "jaxserve_version": __version__,
@@ -138,11 +138,17 @@ def _measure(given: dict[str, Any], options: dict[str, object]) -> dict[str, Any
         "batch_size": given["batch_size"],
         "input_len": given["input_len"],
         "output_len": given["output_len"],
-        "num_repetitions": given["repetitions"],
+        "num_repetitions": num_done,
+        "partial": num_done < given["repetitions"],
         **_figures(arm),
     }
     if given["profile"]:
-        result["profile"] = profile(arm.llm, lines)
+        found = None
+        if not stop.requested:
+            found = profile(arm.llm, lines, lambda: stop.requested)
+        if found is None:
+            logger.warning("stopped by %s: the result has no profile", stop.name)
+        result |= {"partial": True} if found is None else {"profile": found}
     return result
 
 
@@ -182,15 +188,24 @@ def _figures(arm: Arm) -> dict[str, Any]:
     }
 
 
-def profile(llm: text_engine.TextEngine, lines: Sequence[RequestLine]) -> dict[str, Any]:
+def profile(
+    llm: text_engine.TextEngine,
+    lines: Sequence[RequestLine],
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> dict[str, Any] | None:
     """What the programs of a decode step cost, measured while the engine runs the batch once more.
 
-    Recording begins when every request has its first token, and ends before one of them ends.
+    Recording begins when every request has its first token, and ends before one of them ends. None if
+    it was stopped meanwhile.
     """
     from jaxserve.device.ceilings import measure_ceilings
     from jaxserve.device.step_profile import record_calls
 
+    logger.info("profile: what the machine can do")
     ceilings = measure_ceilings()
+    if is_stopped():
+        return None
+    logger.info("profile: the batch once more, waiting for each program of a step")
     for line in salted(lines, 0):
         text_engine.add_line(llm, str(line.index), line)
     num_outputs = dict.fromkeys((str(line.index) for line in lines), 0)
@@ -201,17 +216,21 @@ def profile(llm: text_engine.TextEngine, lines: Sequence[RequestLine]) -> dict[s
         for output in llm.step():
             num_outputs[output.request_id] += len(output.outputs[0].token_ids)
 
-    while not min(num_outputs.values()) and llm.engine.has_work():  # one may fail without a token
+    # One may fail without a token.
+    while not min(num_outputs.values()) and llm.engine.has_work() and not is_stopped():
         step()
     with record_calls(llm.engine.executor.programs) as calls:  # type: ignore[attr-defined]
         begin = sum(num_outputs.values())
         for _ in range(_MAX_PROFILED_STEPS):
-            if max(num_outputs.values()) >= output_len - 2 or not llm.engine.has_work():
+            ends_soon = max(num_outputs.values()) >= output_len - 2
+            if ends_soon or not llm.engine.has_work() or is_stopped():
                 break
             step()
         end = sum(num_outputs.values())
-    while llm.engine.has_work():
+    while llm.engine.has_work() and not is_stopped():
         step()
+    if is_stopped():
+        return None
     num_context_tokens = num_prompt_tokens + (begin + end) // 2
     return _profile(list(calls.values()), num_context_tokens, ceilings)
 

@@ -5,7 +5,6 @@ Called by `bench.py`. Invariant: all lines must be good, a measurement with hole
 repetition finds in the prefix cache what an earlier one computed.
 """
 
-import logging
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -15,7 +14,7 @@ from absl import flags
 
 from jaxserve import __version__
 from jaxserve.cli.arguments import UsageError
-from jaxserve.cli.bench_arm import Arm, Counter, build_arm, make_compile_counter
+from jaxserve.cli.bench_arm import Arm, build_arm, make_compile_counter, measure_in_turns
 from jaxserve.cli.bench_result import check_output, peak_rss_bytes, write_file, write_result
 from jaxserve.cli.command_line import read_command_line
 from jaxserve.cli.flag_types import define_integer
@@ -43,11 +42,13 @@ total_tokens_per_s, wall_s (medians over the repetitions), ttft_s, itl_s and e2e
 all requests of all repetitions), compiles_after_warmup, padding_waste (padding tokens / all tokens
 computed), peak_rss_bytes, startup, and what was run; numbers have 6 significant digits. A workload line
 is a line as `jaxserve run` takes it. --scheduling=static,continuous measures both in turns, each with an
-engine of its own, and puts the figures under "arms".
+engine of its own, and puts the figures under "arms". Stopped by a signal once each has a repetition, it
+gives the result of those that are done, with "partial": true.
 exit code: 0 measured, 2 could not be measured, 130 or 143 stopped by SIGINT or SIGTERM
 """
 
-logger = logging.getLogger("jaxserve.cli")
+
+WORKLOADS = Path(__file__).resolve().parents[2] / "scripts" / "workloads"  # of a checkout
 
 
 def offline_flags() -> flags.FlagValues:
@@ -76,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command.
 
     Returns:
-        0.
+        0; 130 or 143 where a signal left a part of the repetitions undone.
 
     Raises:
         JaxserveError: it could not be measured.
@@ -88,9 +89,9 @@ def main(argv: Sequence[str]) -> int:
     _check_outputs(given)
     records = _records(given)
     configure_logging(given["verbosity"])
-    with StopSignals("before the measurement was done") as stop:
-        _measure_and_write(given, engine_options(values), records, stop)
-    return 0
+    with StopSignals("before a repetition was done: there is no result") as stop:
+        is_whole = _measure_and_write(given, engine_options(values), records, stop)
+    return 0 if is_whole else stop.exit_code
 
 
 def _records(given: dict[str, Any]) -> RecordFlags:
@@ -117,36 +118,20 @@ def _check_outputs(given: dict[str, Any]) -> None:
 
 def _measure_and_write(
     given: dict[str, Any], options: dict[str, Any], records: RecordFlags, stop: StopSignals
-) -> None:
+) -> bool:
+    """Whether all repetitions were done."""
     arms = _arm_options(options)
     lines = read_workload(given["workload"], seed=given["seed"], logprobs=bool(given["outputs"]))
     built = [build_arm(given["model"], one) for one in arms]
     compiles = make_compile_counter()  # after the last engine was built: that compiles too
     with EngineRecords(records, built[0].llm.engine, given["model"], arms[0]):
-        _measure(built, lines, compiles, given["repetitions"])
+        measure_in_turns(built, lines, compiles, given["repetitions"], stop)
     stop.defer()  # what follows is short, and no file is left half-written
     if given["outputs"]:
         write_file(given["outputs"], b"".join(_output_records(lines, built[0])))
-    write_result(_result(given, lines, built), given["output"])
-
-
-def _measure(
-    arms: Sequence[Arm], lines: Sequence[RequestLine], compiles: Counter, num_repetitions: int
-) -> None:
-    """Replays the workload on each arm in turn, and says so after each time."""
-    for number in range(1, num_repetitions + 1):
-        for arm in arms:
-            arm.measure(lines, compiles)
-            last = arm.repetitions[-1]
-            logger.info(
-                "repetition %d of %d, %s: %d output tokens in %.2f s (%.1f tokens/s)",
-                number,
-                num_repetitions,
-                arm.options["scheduling"],
-                last.num_output_tokens,
-                last.wall_s,
-                last.num_output_tokens / last.wall_s,
-            )
+    result = _result(given, lines, built)
+    write_result(result, given["output"])
+    return not result["partial"]
 
 
 def _arm_options(options: dict[str, Any]) -> list[dict[str, object]]:
@@ -187,21 +172,36 @@ def read_workload(path: str, *, seed: int, logprobs: bool) -> list[RequestLine]:
 
 
 def _lines(path: str) -> Iterator[bytes]:
-    source = open_input(path, flag="--workload").lines
+    try:
+        source = open_input(path, flag="--workload").lines
+    except UsageError as error:
+        raise UsageError(f"{error}{_where_instead(path)}") from None
     while not source.exhausted:
         line = source.next_line(wait=True)
         if line is not None:
             yield line
 
 
+def _where_instead(path: str) -> str:
+    """A hint at the workload of that name in the checkout, for a file that is not there; else ""."""
+    for name in (Path(path).name, f"{Path(path).name}.jsonl"):
+        found = WORKLOADS / name
+        if found.is_file() and not Path(path).exists():
+            inside = found.is_relative_to(Path.cwd())
+            return f"; did you mean {str(found.relative_to(Path.cwd()) if inside else found)!r}?"
+    return ""
+
+
 def _result(
     given: dict[str, Any], lines: Sequence[RequestLine], arms: Sequence[Arm]
 ) -> dict[str, Any]:
+    num_done = len(arms[0].repetitions)
     result: dict[str, Any] = {
         "model": given["model"],
         "workload": Path(given["workload"]).name,
         "num_requests": len(lines),
-        "num_repetitions": given["repetitions"],
+        "num_repetitions": num_done,
+        "partial": num_done < given["repetitions"],
         "jaxserve_version": __version__,
         "jax_version": version("jax"),
         "peak_rss_bytes": peak_rss_bytes(),

@@ -4,6 +4,7 @@ Used by `jaxserve bench kernels`. Invariant: the arms of a step take turns, so t
 down slows all of them.
 """
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,6 +19,8 @@ from pallas_kernels import dispatch
 from pallas_kernels.page_bytes import page_bytes
 from pallas_kernels.ragged_paged_attention import KVPages, ragged_paged_attention
 from pallas_kernels.ragged_paged_attention.arg_specs import HeadSpec, StepSpec
+
+_LOG = logging.getLogger(__name__)
 
 
 class Plan(NamedTuple):
@@ -126,6 +129,7 @@ class _Arm:
         jitted = jax.jit(model, donate_argnums=0)
         self._compiled = jitted.lower(self._pools, *self._tokens, self._batch).compile()
         self.compile_s = time.perf_counter() - begin
+        _LOG.info("  %s: compiled in %.1f s", name, self.compile_s)
         self.run()
 
     def run(self) -> float:

@@ -5,6 +5,7 @@ does. Used by `jaxserve bench` and `scripts/bench_peers`. Invariant: both go thr
 as the engine does, and the array that is streamed is far larger than a cache.
 """
 
+import logging
 import statistics
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ STREAM_BYTES = 256 << 20
 GEMM_SIZE = 2048
 NUM_REPETITIONS = 7
 _COLUMNS = 2048  # of the matrix that is streamed
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +60,13 @@ def measure_ceilings(
         _median_s(jax.jit(lambda x, ones: x @ ones), (x, ones), repetitions),
         _median_s(jax.jit(lambda x, _: x.sum()), (x, ones), repetitions),
     ]
+    stream_bytes_per_s = x.nbytes / min(streams)
+    _LOG.info("memory: %.1f GB/s read", stream_bytes_per_s / 1e9)
     a, b = (jnp.ones((gemm_size, gemm_size), dtype) for _ in range(2))
     gemm_s = _median_s(jax.jit(jnp.matmul), (a, b), repetitions)
-    return Ceilings(
-        stream_bytes_per_s=x.nbytes / min(streams), gemm_flops_per_s=2 * gemm_size**3 / gemm_s
-    )
+    gemm_flops_per_s = 2 * gemm_size**3 / gemm_s
+    _LOG.info("matrix product, %s: %.1f GFLOP/s", dtype, gemm_flops_per_s / 1e9)
+    return Ceilings(stream_bytes_per_s=stream_bytes_per_s, gemm_flops_per_s=gemm_flops_per_s)
 
 
 def _median_s(

@@ -1,5 +1,6 @@
 """`jaxserve bench kernels`: figures from times, and one small run of each kind."""
 
+import functools
 import json
 
 import pytest
@@ -9,7 +10,12 @@ from jaxserve.cli.main import main
 from jaxserve.device import ceilings
 from jaxserve.device.attention_timing import ArmTimes, least_work, plan_arms
 from pallas_kernels import dispatch
-from pallas_kernels.ragged_paged_attention.arg_specs import HEADS, StepSpec
+from pallas_kernels.ragged_paged_attention.arg_specs import (
+    HEADS,
+    LARGE_STEPS,
+    STEPS,
+    StepSpec,
+)
 
 KNOWN = ceilings.Ceilings(stream_bytes_per_s=1e9, gemm_flops_per_s=1e12)
 
@@ -43,6 +49,32 @@ def test_each_backend_is_timed(bench):
     assert step["backends"]["reference"]["median_ms"] > 0
     assert step["least_ms"] == pytest.approx(step["bytes"] / 1e6)  # at 1 GB/s memory is what bounds
     assert (result["num_layers"], result["ceilings"]["dtype"]) == (1, "float32")
+
+
+def test_what_is_measured_is_said_while_it_is(monkeypatch, capsys):
+    flags = ["--repetitions=1", "--layers=1", "--steps=decode-b1-c512,chunk-8x64", "--backends=xla"]
+    small = functools.partial(ceilings.measure_ceilings, stream_bytes=1 << 16, gemm_size=8)
+    monkeypatch.setattr(ceilings, "measure_ceilings", small)
+    assert main(["bench", "kernels", *flags]) == 0
+    said = [line.partition(":")[0] for line in capsys.readouterr().err.splitlines()]
+    assert said == [
+        "what the machine can do",
+        "memory",
+        "matrix product, float32",
+        *["step 1 of 2, decode-b1-c512", "  xla", "  xla"],
+        *["step 2 of 2, chunk-8x64", "  xla", "  xla"],
+    ]
+
+
+def test_help_lists_the_heads_and_steps_that_there_are(capsys):
+    assert tuple(HEADS) == bench_kernels.HEAD_NAMES
+    assert tuple(STEPS) == bench_kernels.STEP_NAMES
+    large = tuple(name for name in LARGE_STEPS if name not in STEPS)
+    assert large == bench_kernels.LARGE_STEP_NAMES
+    assert main(["bench", "kernels", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "arg_specs" not in text
+    assert all(name in text for name in (*HEADS, *STEPS, *LARGE_STEPS))
 
 
 def test_roofline_alone_times_no_kernel(bench):

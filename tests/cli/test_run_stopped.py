@@ -213,5 +213,38 @@ def test_a_signal_ends_bench_at_once(model, tmp_path, signum):
     process.send_signal(signum)
     out, err = process.communicate(timeout=30)
     assert process.returncode == 128 + signum, err
-    assert (out, err) == ("", f"stopped by {signum.name} before the measurement was done\n")
+    assert (out, err) == (
+        "",
+        f"stopped by {signum.name} before a repetition was done: there is no result\n",
+    )
     assert not (tmp_path / "o.json").exists()
+
+
+@pytest.mark.parametrize("kind", ["offline", "latency"])
+def test_a_signal_leaves_bench_with_the_repetitions_that_are_done(model, tmp_path, kind):
+    program = [sys.executable, "-m", "tests.cli.fake_llm", "0.02", "0", "bench", kind]
+    flags = [f"--model={model}", f"--output={tmp_path}/o.json", "--repetitions=1000"]
+    flags += (
+        ["--output_len=20", "--profile"]
+        if kind == "latency"
+        else [f"--workload={write_lines(tmp_path / 'w.jsonl', LINES)}"]
+    )
+    process = subprocess.Popen(
+        [*program, *flags], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    said = ""
+    while not said.startswith("repetition 2 of 1000"):
+        said = process.stderr.readline()
+        assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM, err
+    result = json.loads(out)
+    done = result["num_repetitions"]
+    assert result["partial"] is True
+    assert 2 <= done < 1000
+    assert f"stopped by SIGTERM: the result is of {done} of 1000 repetitions\n" in err
+    assert json.loads((tmp_path / "o.json").read_text()) == result
+    assert "profile" not in result
+    if kind == "offline":
+        assert len(result["wall_s_each"]) == done
