@@ -39,5 +39,11 @@ def read_command_line(
     given: dict[str, Any] = flag_values.flag_values_dict()
     for name in needed:
         if not given[name]:
-            raise UsageError(f"--{name} is needed")
+            raise UsageError(f"--{name} is needed: {_as_end(flag_values[name].help)}")
     return given
+
+
+def _as_end(text: str) -> str:
+    """A help text as the end of a sentence; a word in capitals stays so."""
+    begins_a_word = text[1:2].islower() or text[1:2] == " "
+    return (text[:1].lower() + text[1:] if begins_a_word else text).rstrip(".")

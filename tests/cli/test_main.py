@@ -76,8 +76,12 @@ def test_version(capsys):
         (["run", "--model=x", "--output=/no/such/o", "a"], ["cannot write --output=/no/such/o"]),
         (["run", "--model=x", "--chat", "--input=-"], ["--chat"]),
         (["bench", "ofline"], ["jaxserve bench: name what to measure", "did you mean 'offline'"]),
-        (["bench", "offline", "--model=x"], ["--workload is needed"]),
-        (["bench", "latency"], ["--model is needed"]),
+        (["bench", "offline", "--model=x"], ["--workload is needed: JSON lines, as"]),
+        (["bench", "offline", "--model=x", "--workload=w2"], ["/w2.jsonl'?"]),
+        (
+            ["bench", "latency"],
+            ["--model is needed: a checkpoint directory, a .gguf file, or a name"],
+        ),
         (["bench", "latency", "--model=x", "a"], ["unexpected argument 'a'"]),
         (["bench", "latency", "--model=x", "--output_len=1"], ["output_len=1", "2"]),
         (
