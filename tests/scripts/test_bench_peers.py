@@ -413,6 +413,8 @@ def test_a_peer_that_is_not_installed_is_refused(compare_with_fake):
         (["--workloads_folder=model"], "model/w1.jsonl is no workload: "),
         (["--num_threads=0"], "--num_threads must be at least 1, got 0"),
         (["--own_python=model/config.json"], "--own_python=model/config.json is missing"),
+        (["--table=none.json"], "is not a file; scripts/bench_peers --output=none.json makes one"),
+        (["--rep=3"], "unrecognized arguments: --rep=3"),
         (["--table=worker.py"], "worker.py is no result of bench_peers"),
         (["--table=w1.jsonl"], "w1.jsonl is no result of bench_peers"),
         (["--table=model/config.json"], "model/config.json is no result of bench_peers"),
