@@ -1,5 +1,5 @@
 """Every command and every Python block of the README runs, with the tiny model in place of the real one,
-and so do the jaxserve commands of docs/kernels.md.
+and so do the jaxserve commands of docs/kernels.md; those of docs/performance.md are understood.
 """
 
 import re
@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from jaxserve.cli.main import main
 from tests.llms import TINY
 
 pytestmark = pytest.mark.timeout(240)
@@ -18,6 +19,7 @@ pytestmark = pytest.mark.timeout(240)
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 KERNELS = (ROOT / "docs" / "kernels.md").read_text()
+PERFORMANCE = (ROOT / "docs" / "performance.md").read_text()
 SCRIPTS = {"scripts/quickstart", "scripts/test"}  # run by .ci/run
 FAST = [
     "--max_model_len=128",
@@ -77,6 +79,17 @@ def test_command(command, repository, tmp_path, home):
     assert (written.read_text() if written.exists() else done.stdout).strip()
 
 
+def test_commands_that_measure_are_understood_and_name_what_is_there(repository, capsys):
+    for command in commands(PERFORMANCE):
+        program, *arguments = shlex.split(command)
+        if program == "scripts/bench_peers":
+            continue
+        assert program == ".venv/bin/jaxserve"
+        assert main([*arguments, "--help"]) == 0, capsys.readouterr().err
+        for path in re.findall(r"--workload=(\S+)", command):
+            assert (repository / path).is_file()
+
+
 def test_python_blocks(repository, monkeypatch, capsys):
     """One after the other in one namespace, as in a notebook."""
     monkeypatch.chdir(repository)
@@ -84,7 +97,7 @@ def test_python_blocks(repository, monkeypatch, capsys):
     small += "token_buckets=(8,), row_buckets=(2,)"
     names: dict[str, object] = {}
     for block in blocks("python"):
-        code = block.replace("checkpoints/smollm2-135m-instruct", str(TINY))
+        code = re.sub(r'"(checkpoints/)?smollm2-135m-instruct"', f'"{TINY}"', block)
         code = re.sub(r'LLM\("(.*?)"\)', rf'LLM("\1", {small})', code)
         code = code.replace('{"max_num_seqs": 8}', f"dict({small})")
         code = code.replace("[504, 3575, 282]", "[5, 6, 7]")
