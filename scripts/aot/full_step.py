@@ -76,6 +76,9 @@ def argument_specs(program: Program, model: ModelFunctions, layout: str) -> tupl
         "count": (P(None, AXIS), P(), P()),
         "load_counts": (P(None, AXIS), P(), P(), P(), P()),
         "candidates": (P(None, AXIS), P(None, AXIS), P()),
+        "gather_scored": (P(), P()),
+        "score": (model.head_params(params), P(), P()),
+        "score_top": (model.head_params(params), P(), P()),
     }[program.key[0]]
 
 
