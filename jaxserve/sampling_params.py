@@ -29,6 +29,7 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_PENALTY = 2.0  # of presence and frequency, either sign
+MIN_REPETITION_PENALTY = 0.001  # a logit divided by it is still far from the largest float32
 MAX_REPETITION_PENALTY = 10.0
 MAX_BIAS = 100.0
 MAX_LOGIT_BIAS = 1024  # entries
@@ -87,7 +88,7 @@ class SamplingParams:
             [-2, 2].
         frequency_penalty: subtracted as often as the token was generated before; in [-2, 2].
         repetition_penalty: divides the logit of every token of the prompt or the output where it is
-            positive, and multiplies it where it is not; in (0, 10], 1 = off.
+            positive, and multiplies it where it is not; in [0.001, 10], 1 = off.
         logit_bias: added to the logits of these tokens: a mapping of token id (or its digits as a
             text, as JSON has them) to a number in [-100, 100], at most MAX_LOGIT_BIAS entries. Kept
             as a tuple of pairs, sorted by id; None = none.
@@ -186,8 +187,8 @@ class SamplingParams:
             require_real_within(name, getattr(self, name), -MAX_PENALTY, MAX_PENALTY)
         value = self.repetition_penalty
         require_real("repetition_penalty", value)
-        ok = 0 < value <= MAX_REPETITION_PENALTY
-        require(ok, "repetition_penalty", value, f"in (0, {MAX_REPETITION_PENALTY:g}]")
+        least, most = MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+        require(least <= value <= most, "repetition_penalty", value, f"in [{least:g}, {most:g}]")
         object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
 
     def _check_logprobs(self) -> None:
@@ -199,13 +200,16 @@ class SamplingParams:
             require_within("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
 
     def _check_stops(self) -> None:
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or ()
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop
+        stops = () if stops is None else stops
         is_list = isinstance(stops, list | tuple) and all(isinstance(s, str) for s in stops)
         require(is_list, "stop", self.stop, "a string or a list of strings")
         limit = f"{MAX_STOP_STRINGS} strings or fewer"
         require(len(stops) <= MAX_STOP_STRINGS, "stop", self.stop, limit)
         fit = all(0 < len(s) <= MAX_STOP_LENGTH for s in stops)
         require(fit, "stop", self.stop, f"strings of 1 to {MAX_STOP_LENGTH} characters")
+        is_text = not any("\ud800" <= c <= "\udfff" for s in stops for c in s)
+        require(is_text, "stop", self.stop, "valid Unicode text, without lone surrogates")
         object.__setattr__(self, "stop", tuple(stops))
         ids = () if self.stop_token_ids is None else self.stop_token_ids
         ids = checked_token_ids("stop_token_ids", ids, most=MAX_STOP_TOKEN_IDS)

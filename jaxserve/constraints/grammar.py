@@ -37,7 +37,9 @@ _JSON_OPTIONS: Any = {  # JsonCompileOptions, which the package defines for type
     "coerce_one_of": False,
     "lenient": False,
 }
-_TEMPERATURE = re.compile(r"\[[^\]/\"]*\btemperature\s*=")  # of a rule; llguidance reads past it
+_LITERALS = re.compile(r'"(?:[^"\\\n]|\\.)*"|/(?:[^/\\\n]|\\.)*/')
+_TEMPERATURE = re.compile(r"\[[^\[\]]*\btemperature\s*=")  # of a rule; llguidance reads past it
+_JSON_OF_A_RULE = re.compile(r"%json\s*(?=[{\[tfn\"])")
 _ANY_OBJECT = '{"type":"object"}'
 _OVERLAP = (
     "oneOf is supported only where its options provably exclude each other (by type, or by a required "
@@ -239,11 +241,25 @@ def _grammar(kind: str, text: str) -> str:
         choices = " | ".join(json.dumps(choice) for choice in json.loads(text))
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
     if kind == "grammar":
-        if _TEMPERATURE.search(text):
+        if _TEMPERATURE.search(_LITERALS.sub("", text)):
             raise _unserved(f"{NAME}.grammar", "rules cannot set a temperature")
+        _check_json_of_rules(text)
         return LLMatcher.grammar_from_lark(text)
     schema = checked_schema(text) if kind == "json" else text
     return LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
+
+
+def _check_json_of_rules(text: str) -> None:
+    """Refuses in the schemas of a grammar what is refused in a schema."""
+    for found in _JSON_OF_A_RULE.finditer(text):
+        try:
+            schema, _ = json.JSONDecoder().raw_decode(text, found.end())
+        except ValueError:
+            continue  # no JSON: the compiler says what is wrong
+        try:
+            checked_schema(json.dumps(schema))
+        except InvalidRequestError as error:
+            raise _unserved(f"{NAME}.grammar", f"%json: {error.message}") from error
 
 
 def _unserved(field: str, reason: str) -> InvalidRequestError:

@@ -32,17 +32,6 @@ _FUNCTION_FIELDS = (
     ("description", str, "a text, or absent"),
     ("parameters", dict, "an object, or absent"),
 )
-# All that an expression of a template can raise on odd values; Jinja passes these on as they are.
-_RENDER_ERRORS = (
-    jinja2.TemplateError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    MemoryError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
 
 
 def _refuse(message: str, param: str = "messages") -> NoReturn:
@@ -104,7 +93,7 @@ class ChatTemplate:
             return environment.render(template, budget, **variables)
         except InvalidRequestError:
             raise
-        except _RENDER_ERRORS as error:
+        except Exception as error:  # whatever an expression of a template can raise on odd values
             what = str(error) or type(error).__name__
             raise InvalidRequestError(
                 f"messages were refused by the chat template: {what}", param="messages"

@@ -393,3 +393,21 @@ def test_tools_are_refused_where_the_template_has_no_place_for_them():
         tokenizer.encode_chat(CHAT, tools=TOOLS)
     assert caught.value.param == "tools"
     assert tokenizer.encode_chat(CHAT, tools=[]) == tokenizer.encode_chat(CHAT)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ cycler() }}",  # RuntimeError
+        "{{ messages[0].content|truncate(1) }}",  # AssertionError
+        '{{ "1e400"|float|int }}',  # NameError while it is compiled
+        "{% for a in messages %}" * 21 + "{% endfor %}" * 21,  # SyntaxError
+        "{% if true %}" * 200 + "{% endif %}" * 200,  # IndentationError
+        "{% break %}",
+        "{{ dict(a=1, a=2) }}",
+    ],
+)
+def test_whatever_a_template_raises_is_the_error_of_the_messages(source):
+    with pytest.raises(InvalidRequestError, match="refused by the chat template") as raised:
+        ChatTemplate(source, special_tokens={}).render([{"role": "user", "content": "abcdef ghi"}])
+    assert raised.value.param == "messages"
