@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxserve.cli.output_files import all_files
 from tests.cli.conftest import ROOT, read_records
 from tests.cli.test_run import TWELVE_LINES, write_lines
 
@@ -86,7 +87,8 @@ def stop_after(
     seconds: float, signum: signal.Signals, cache_dir: Path, output: Path
 ) -> tuple[int, str, float]:
     """(exit code, stderr, when the signal was sent) of a run that gets a signal after a while."""
-    output.unlink(missing_ok=True)
+    for path in all_files(output):  # of a run before it that came to its end
+        path.unlink(missing_ok=True)
     process = subprocess.Popen(
         command_line(cache_dir, "run", "--max-tokens=9", f"--output={output}", *["hello"] * 20),
         cwd=ROOT,
