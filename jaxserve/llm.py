@@ -16,6 +16,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.echo import with_prompt, with_prompts_first
 from jaxserve.engine import Engine
 from jaxserve.errors import InvalidRequestError, shown
+from jaxserve.field_checks import plain
 from jaxserve.generation_config import sampling_defaults
 from jaxserve.llm_arguments import (
     Message,
@@ -92,7 +93,7 @@ class LLM:
         """Token ids of a text prompt (with the tokenizer's own added specials), or the ids as
         they are.
         """
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else [*map(plain, prompt)]
 
     def encode_chat(
         self, messages: Sequence[Message], tools: Sequence[Tool] | None = None

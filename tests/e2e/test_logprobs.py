@@ -258,6 +258,8 @@ def test_score_shares_contexts_and_says_what_is_greedy(f2, truth):
     assert alone.logprobs[0] is alone.ranks[0] is None
     assert len(alone.logprobs) == 21
     (one,) = llm.score([[5]])
+    (of_an_array,) = llm.score([np.array([5, 6])])
+    assert [type(i) for i in of_an_array.token_ids] == [int, int]
     assert (one.logprobs, one.total, one.is_greedy) == ([None], 0.0, True)
 
 
