@@ -1,7 +1,8 @@
 """Checks of single values from users, for the classes that stand at the border.
 
-Used by `sampling_params`, `request` and the engine. Every one raises InvalidRequestError with the
-field's name, the value and the limit, and looks at no more of a list than its limit allows.
+Used by `sampling_params`, `request`, the tokenizer and the engine. Every one raises
+InvalidRequestError with the field's name, the value and the limit, and looks at no more of a list than
+its limit allows.
 """
 
 import itertools
@@ -105,3 +106,19 @@ def checked_token_ids(name: str, value: object, *, most: int) -> tuple[int, ...]
                 param=name,
             )
     return tuple(ids)
+
+
+def utf8(name: str, text: str) -> bytes:
+    """A text in UTF-8.
+
+    Raises:
+        InvalidRequestError: it holds half of a surrogate pair, which is no character; param is `name`.
+    """
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"{name} must be valid Unicode text, got the lone surrogate {text[error.start]!r} at "
+            f"character {error.start}",
+            param=name,
+        ) from error

@@ -20,6 +20,7 @@ from jaxserve.field_checks import (
     require_real,
     require_real_within,
     require_within,
+    utf8,
 )
 from jaxserve.structured_outputs import StructuredOutputs
 
@@ -208,8 +209,8 @@ class SamplingParams:
         require(len(stops) <= MAX_STOP_STRINGS, "stop", self.stop, limit)
         fit = all(0 < len(s) <= MAX_STOP_LENGTH for s in stops)
         require(fit, "stop", self.stop, f"strings of 1 to {MAX_STOP_LENGTH} characters")
-        is_text = not any("\ud800" <= c <= "\udfff" for s in stops for c in s)
-        require(is_text, "stop", self.stop, "valid Unicode text, without lone surrogates")
+        for text in stops:
+            utf8("stop", text)
         object.__setattr__(self, "stop", tuple(stops))
         ids = () if self.stop_token_ids is None else self.stop_token_ids
         ids = checked_token_ids("stop_token_ids", ids, most=MAX_STOP_TOKEN_IDS)

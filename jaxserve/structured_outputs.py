@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from jaxserve.errors import InvalidRequestError, shown
-from jaxserve.field_checks import checked_list, require
+from jaxserve.field_checks import checked_list, require, utf8
 
 NAME = "structured_outputs"
 MAX_SCHEMA_BYTES = 256 * 1024  # of a JSON schema, as compact UTF-8
@@ -97,22 +97,11 @@ def _check_text(field: str, value: object, max_bytes: int) -> None:
     """Requires a text that is valid Unicode, not empty and not too long."""
     name = f"{NAME}.{field}"
     require(isinstance(value, str) and value != "", name, value, "a text that is not empty")
-    size = _num_bytes(name, value)  # type: ignore[arg-type]
+    size = len(utf8(name, value))  # type: ignore[arg-type]
     if size > max_bytes:
         raise InvalidRequestError(
             f"{name} must have {max_bytes} bytes or fewer, got {size}", param=name
         )
-
-
-def _num_bytes(name: str, text: str) -> int:
-    try:
-        return len(text.encode())
-    except UnicodeEncodeError as error:
-        raise InvalidRequestError(
-            f"{name} must be valid Unicode text, got the lone surrogate {text[error.start]!r} at "
-            f"character {error.start}",
-            param=name,
-        ) from error
 
 
 def _checked_choices(value: object) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from typing import Any
 import tokenizers
 
 from jaxserve.errors import CheckpointError, InvalidRequestError
+from jaxserve.field_checks import utf8
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.detokenizer import IncrementalDetokenizer
 
@@ -213,14 +214,7 @@ class Tokenizer:
             raise InvalidRequestError(
                 f"{param} must be a string, got {type(text).__name__}", param=param
             )
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidRequestError(
-                f"{param} must be valid Unicode text, got the lone surrogate "
-                f"{text[error.start]!r} at character {error.start}",
-                param=param,
-            ) from error
+        utf8(param, text)
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def _token_id(self, name: str) -> int | None:
