@@ -33,6 +33,10 @@ class CheckpointError(JaxserveError):
     """
 
 
+class EngineDeadError(JaxserveError):
+    """The engine is gone: its process ended, a step hung, or it was shut down. Nothing more is served."""
+
+
 class RequestError(JaxserveError):
     """One request has no answer; no other request is disturbed.
 
