@@ -53,6 +53,7 @@ LEVELS = {
     "jaxserve.async_engine": 7,
     "jaxserve.server": 8,
     "jaxserve.cluster": 8,
+    "jaxserve.server.__main__": 9,
     "jaxserve.cli": 9,
     "jaxserve.__main__": 9,
 }
@@ -91,6 +92,10 @@ ALLOWED_IN = {
     "jax._src": ("pallas_kernels.compat",),
     "flax": ("jaxserve.model",),
     "absl": ("jaxserve.cli", "jaxserve.__main__", "scripts"),
+    "httptools": ("jaxserve.server",),
+    "uvloop": ("jaxserve.server",),
+    "prometheus_client": ("jaxserve.server",),
+    "msgspec": ("jaxserve.server", "jaxserve.async_engine"),
     **dict.fromkeys(HTTP, ("jaxserve.server", "jaxserve.cluster", "scripts.peers")),
     # Formats that run code, frameworks of others, and the tests: nowhere.
     **dict.fromkeys(

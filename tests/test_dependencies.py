@@ -1,4 +1,6 @@
-"""What the packages import is what pyproject.toml installs without extras; nothing heavy comes along."""
+"""What the packages import is what pyproject.toml installs without extras, and for the server with the extra
+`serve`; nothing heavy comes along.
+"""
 
 import ast
 import importlib.metadata
@@ -14,15 +16,21 @@ from tests.test_layers import MODULES
 
 PROJECT = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
 OWN = {"jaxserve", "pallas_kernels"}
+# Modules that are only imported where the server is used may import what its extra brings.
+SERVED = ("jaxserve.server", "jaxserve.async_engine")
 
 
-def declared() -> set[str]:
-    """Names of the distributions that `pip install jaxserve` brings, in normal form."""
-    names = [re.match(r"[\w.-]+", line) for line in PROJECT["dependencies"]]
+def declared(module: str = "") -> set[str]:
+    """Names of the distributions that `pip install jaxserve` brings, in normal form; for a module of the
+    server with what the extra `serve` adds."""
+    lines = [*PROJECT["dependencies"]]
+    if module.startswith(SERVED):
+        lines += PROJECT["optional-dependencies"]["serve"]
+    names = [re.match(r"[\w.-]+", line) for line in lines]
     return {re.sub(r"[-_.]+", "-", name[0]).lower() for name in names if name}
 
 
-def undeclared(source: str) -> list[str]:
+def undeclared(source: str, module: str = "") -> list[str]:
     """Third-party modules that a source imports and that no declared distribution holds."""
     imported: set[str] = set()
     for node in ast.walk(ast.parse(source)):
@@ -35,13 +43,13 @@ def undeclared(source: str) -> list[str]:
     return [
         name
         for name in sorted(third_party)
-        if not {re.sub(r"[-_.]+", "-", d).lower() for d in holders.get(name, [])} & declared()
+        if not {re.sub(r"[-_.]+", "-", d).lower() for d in holders.get(name, [])} & declared(module)
     ]
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))
 def test_every_import_is_declared(module):
-    assert undeclared(MODULES[module]) == []
+    assert undeclared(MODULES[module], module) == []
 
 
 def test_an_undeclared_import_is_found():
@@ -51,8 +59,17 @@ def test_an_undeclared_import_is_found():
     ]
 
 
+def test_what_the_extra_brings_is_for_the_server_alone():
+    assert undeclared("import starlette\n", "jaxserve.server.app") == []
+    assert undeclared("import starlette\n", "jaxserve.llm") == ["starlette"]
+
+
 # What another library needs for something that we call, and does not require by itself.
-USED_THROUGH = {"flatbuffers": r"\bjax\.export\.export\("}
+USED_THROUGH = {
+    "flatbuffers": r"\bjax\.export\.export\(",
+    "httptools": r"\bhttptools_impl\b",
+    "uvloop": r"\buvloop\b",
+}
 
 
 def test_every_dependency_is_imported_somewhere_and_explained():

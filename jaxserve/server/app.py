@@ -1,0 +1,84 @@
+"""`make_app`: the ASGI application, from the features' routes and what every request passes first.
+
+    request id -> errors -> key -> limits -> exit stack -> routes
+
+A feature is a module with `routes(state)` and a line in `_FEATURES`. Invariant: every reply but a
+feature's own is OpenAI's error object, whatever went wrong, and carries X-Request-Id.
+"""
+
+import contextlib
+import logging
+import time
+
+from starlette.routing import BaseRoute, Router
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxserve.server import health, models
+from jaxserve.server.auth import Auth
+from jaxserve.server.body_limits import BodyLimits
+from jaxserve.server.errors import as_api_error, internal_error
+from jaxserve.server.request_ids import RequestIds, request_id_of
+from jaxserve.server.state import ServerState
+
+_FEATURES = (health, models)
+
+logger = logging.getLogger("jaxserve.server")
+
+
+def all_routes(state: ServerState) -> list[BaseRoute]:
+    """The routes of every feature."""
+    return [route for feature in _FEATURES for route in feature.routes(state)]
+
+
+def make_app(state: ServerState) -> ASGIApp:
+    """The server's ASGI application."""
+    app: ASGIApp = ExitStacks(Router(all_routes(state), redirect_slashes=False))
+    app = BodyLimits(app, state.config)
+    app = Auth(app, state.config.api_key_digests)
+    return RequestIds(ErrorReplies(app))
+
+
+class ExitStacks:
+    """Gives each request a stack of what has to be undone at its end, and the time of its arrival."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        async with contextlib.AsyncExitStack() as stack:
+            scope.setdefault("state", {}).update(
+                exit_stack=stack, arrived_s=time.monotonic()
+            )  # the clock of asyncio's loops
+            await self._app(scope | {"app": self}, receive, send)
+
+
+class ErrorReplies:
+    """Answers what was raised with OpenAI's error object."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        has_begun = False
+
+        async def watched_send(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched_send)
+        except Exception as error:  # the last frame before the client
+            reply = as_api_error(error)
+            if reply is None:
+                logger.exception("request %s failed", request_id_of(scope))
+                reply = internal_error()
+            if has_begun:  # the status is out: all that is left is to end the connection
+                raise
+            await reply.response()(scope, receive, send)
