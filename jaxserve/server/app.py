@@ -17,10 +17,11 @@ from jaxserve.server import health, models
 from jaxserve.server.auth import Auth
 from jaxserve.server.body_limits import BodyLimits
 from jaxserve.server.errors import as_api_error, internal_error
+from jaxserve.server.openai import chat, completions
 from jaxserve.server.request_ids import RequestIds, request_id_of
 from jaxserve.server.state import ServerState
 
-_FEATURES = (health, models)
+_FEATURES = (health, models, completions, chat)
 
 logger = logging.getLogger("jaxserve.server")
 

@@ -56,6 +56,8 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt text of a conversation.
 
@@ -68,6 +70,10 @@ class ChatTemplate:
             tools: functions that the model may call, as OpenAI describes them: {"type": "function",
                 "function": {"name": ..., "description": ..., "parameters": {...}}}, at most
                 MAX_TOOLS; None or an empty list = none. They reach the template as they are.
+            continue_final_message: end inside the last message, which is the assistant's, behind its
+                content: the model goes on with it. Not with add_generation_prompt.
+            variables: more names for the template to read, as JSON values. The names that it always
+                has (messages, tools, the special tokens ...) cannot be given.
 
         Raises:
             InvalidRequestError: no template, malformed messages, or the template refused them (its
@@ -78,7 +84,10 @@ class ChatTemplate:
             _refuse("messages cannot be used: this checkpoint has no chat template; use prompt")
         plain = check_messages(messages)
         plain_tools = check_tools(tools)
-        variables = {
+        if continue_final_message:
+            _check_continued(plain, add_generation_prompt)
+        names = {
+            **(variables or {}),
             **self._special_tokens,
             "messages": plain,
             "tools": plain_tools,
@@ -90,7 +99,8 @@ class ChatTemplate:
             if plain_tools and "tools" not in self._variables:
                 _refuse("tools cannot be used: this checkpoint's chat template has none", "tools")
             budget = Budget(max_seconds=MAX_RENDER_S, max_chars=MAX_RENDER_CHARS)
-            return environment.render(template, budget, **variables)
+            text = environment.render(template, budget, **names)
+            return _cut_behind(text, plain[-1]["content"]) if continue_final_message else text
         except InvalidRequestError:
             raise
         except Exception as error:  # whatever an expression of a template can raise on odd values
@@ -112,6 +122,36 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         return environment, environment.from_string(self.source or "")
+
+
+def _check_continued(messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> None:
+    if add_generation_prompt:
+        _refuse(
+            "continue_final_message and add_generation_prompt exclude each other",
+            "continue_final_message",
+        )
+    last = messages[-1]
+    if last["role"] != "assistant" or not last["content"].strip():
+        _refuse(
+            "continue_final_message needs a last message of the assistant, with content",
+            "continue_final_message",
+        )
+
+
+def _cut_behind(text: str, content: str) -> str:
+    """A rendered conversation up to the end of its last message's content.
+
+    Source: transformers, apply_chat_template.
+    """
+    for wanted in (content, content.strip()):  # many templates trim it
+        start = text.rfind(wanted)
+        if start >= 0:
+            return text[: start + len(wanted)]
+    _refuse(
+        "continue_final_message cannot be used: this checkpoint's chat template changes the content "
+        "of the last message",
+        "continue_final_message",
+    )
 
 
 def check_messages(messages: object) -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ from jaxserve.errors import CheckpointError, InvalidRequestError
 from jaxserve.field_checks import utf8
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.detokenizer import IncrementalDetokenizer
+from jaxserve.text.token_bytes import TokenBytes
 
 _ADDED_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 # The clean-up of English WordPiece texts, in this order. Source: transformers,
@@ -70,6 +71,7 @@ class Tokenizer:
             if token.special
         )
         self._byte_ids = _byte_fallback_ids(self._tokenizer)
+        self._token_bytes = TokenBytes(self._tokenizer, self._tokenizer_text)
         # Destructive for BPE, so transformers 5 ignores the setting there; so do we.
         self._cleans_up = bool(
             tokenizer_config.get("clean_up_tokenization_spaces")
@@ -137,6 +139,11 @@ class Tokenizer:
         return self._token_id("bos_token")
 
     @property
+    def chat_template(self) -> str | None:
+        """The Jinja source of the chat template, if there is one."""
+        return self._template.source
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether `render_chat` and `encode_chat` can work at all."""
         return self._template.source is not None
@@ -166,16 +173,32 @@ class Tokenizer:
                 text = text.replace(old, new)
         return text
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for; of half a character its own. Empty for an id without a
+        token.
+        """
+        return self._token_bytes(token_id)
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether `skip_special_tokens` leaves the token out of a text."""
+        return token_id in self._special_ids
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The chat template's text for a conversation; see `ChatTemplate.render`."""
         return self._template.render(
-            messages, add_generation_prompt=add_generation_prompt, tools=tools
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            continue_final_message=continue_final_message,
+            variables=variables,
         )
 
     def encode_chat(
@@ -184,6 +207,8 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of a rendered conversation. A template writes its own BOS, so none is added.
 
@@ -191,7 +216,13 @@ class Tokenizer:
             InvalidRequestError: the messages or the tools are malformed or the template refused them;
                 param "messages" or "tools".
         """
-        text = self.render_chat(messages, add_generation_prompt, tools=tools)
+        text = self.render_chat(
+            messages,
+            add_generation_prompt,
+            tools=tools,
+            continue_final_message=continue_final_message,
+            variables=variables,
+        )
         return self._encode(text, add_special_tokens=False, param="messages")
 
     def detokenizer(self, *, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
@@ -208,6 +239,9 @@ class Tokenizer:
             is_byte=self._byte_ids.__contains__,
             num_unstable_chars=_MAX_CLEAN_UP_REACH if self._cleans_up else 0,
         )
+
+    def _tokenizer_text(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def _encode(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
         if not isinstance(text, str):

@@ -1,0 +1,184 @@
+"""`Endpoint`: one body over HTTP, from admission to the last byte. `completions` and `chat` are two of them.
+
+    body -> admit -> parse -> encode (in a thread) -> generate, one request a prompt -> reply
+
+Invariants: a client that leaves ends all of this at once, wherever it stands, and what runs in the engine is
+aborted; what fails before the first token has an HTTP status, what fails behind it an error event. Every
+stream ends with [DONE].
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.types import Receive, Scope, Send
+
+from jaxserve.request import RequestOutput, merge_outputs
+from jaxserve.sampling_params import MAX_CHOICES
+from jaxserve.server.errors import as_api_error, internal_error
+from jaxserve.server.openai import sse
+from jaxserve.server.openai.call import Call, Reply, Served, failure_of
+from jaxserve.server.openai.fields import UnknownFields
+from jaxserve.server.openai.merging import merged
+from jaxserve.server.request_ids import request_id_of
+from jaxserve.server.state import ServerState
+from jaxserve.server.tools.parser import detect_parser
+
+Parse = Callable[[Mapping[str, Any], Served], Call]
+_STREAM_HEADERS = (
+    (b"content-type", sse.MEDIA_TYPE.encode()),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # a proxy in front passes events on as they come
+)
+# Fields that can be large and costly to check: bodies with them are understood in a thread.
+_COSTLY_FIELDS = ("tools", "response_format", "structured_outputs")
+_COSTLY_BYTES = 64 * 1024
+
+logger = logging.getLogger("jaxserve.server")
+
+
+def tool_parser_of(state: ServerState) -> str | None:
+    """The format that the server's model writes tool calls in; None = it has none."""
+    name = state.config.tool_call_parser
+    if name != "auto":
+        return None if name == "none" else name
+    tokenizer = state.model.tokenizer
+    return None if tokenizer is None else detect_parser(tokenizer.chat_template)
+
+
+def count_sequences(body: Mapping[str, Any]) -> int:
+    """How many choices a body asks for, before it is checked: what is admitted first."""
+    n, prompt = body.get("n"), body.get("prompt")
+    has_several = isinstance(prompt, list) and any(isinstance(p, str | list) for p in prompt[:1])
+    num_prompts = len(prompt) if has_several else 1  # type: ignore[arg-type]
+    is_count = type(n) is int and 1 <= n <= MAX_CHOICES
+    return num_prompts * (n if is_count else 1)  # type: ignore[operator]
+
+
+class Endpoint:
+    """An ASGI application that answers one kind of body.
+
+    Args:
+        state: the server's.
+        parse: understands a body.
+    """
+
+    def __init__(self, state: ServerState, parse: Parse) -> None:
+        self._state = state
+        self._parse = parse
+        self._unknown = UnknownFields()
+        self._served: Served | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = HttpRequest(scope, receive)
+        body = await self._state.body(request)
+        work = asyncio.ensure_future(self._answer(request, body, send))
+        left = asyncio.ensure_future(_until_left(receive))
+        try:
+            await asyncio.wait((work, left), return_when=asyncio.FIRST_COMPLETED)
+        finally:  # the client left, or the server ends: what runs for the request ends too
+            is_done = work.done()
+            for task in (work, left):
+                task.cancel()
+            await asyncio.gather(work, left, return_exceptions=True)
+        if is_done:
+            work.result()
+
+    async def _answer(self, request: HttpRequest, body: Mapping[str, Any], send: Send) -> None:
+        state = self._state
+        place = state.admit(request, num_sequences=count_sequences(body))
+        is_costly = any(body.get(name) is not None for name in _COSTLY_FIELDS)
+        if is_costly or int(request.headers.get("content-length", 0)) > _COSTLY_BYTES:
+            call = await state.encoder.run(self._parse, body, self._what_is_served())
+        else:
+            call = self._parse(body, self._what_is_served())
+        prompts = await state.encoder.run(call.encode)
+        place.count_tokens(sum(map(len, prompts)))
+        salt = state.cache_salt(request, call.cache_salt)
+        requests = call.requests(prompts, salt)
+        reply = call.reply(prompts)
+        parts = merged([state.generate(request, one, place) for one in requests])
+        async with contextlib.aclosing(parts):
+            if call.streaming.stream:
+                await _stream(request, reply, parts, send)
+            else:
+                outputs = await _whole(parts, len(requests))
+                await _send_body(sse.encode(reply.body(outputs)), send)
+
+    def _what_is_served(self) -> Served:
+        if self._served is None:
+            state = self._state
+            self._served = Served(
+                model=state.model,
+                check_model=state.check_model,
+                tool_parser=tool_parser_of(state),
+                shows_cached_tokens=state.config.enable_prompt_tokens_details,
+                unknown=self._unknown,
+            )
+        return self._served
+
+
+async def _until_left(receive: Receive) -> None:
+    """Returns when the client is gone; its body was read before."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _whole(
+    parts: AsyncGenerator[tuple[int, RequestOutput]], num_prompts: int
+) -> Sequence[RequestOutput]:
+    """The whole output of each prompt."""
+    released: list[list[RequestOutput]] = [[] for _ in range(num_prompts)]
+    async for prompt, output in parts:
+        failure = failure_of(output)
+        if failure is not None:
+            raise failure
+        released[prompt].append(output)
+    return [merge_outputs(outputs) for outputs in released]
+
+
+async def _send_body(data: bytes, send: Send) -> None:
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(data)).encode()),
+    ]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": data})
+
+
+async def _stream(
+    request: HttpRequest,
+    reply: Reply,
+    parts: AsyncGenerator[tuple[int, RequestOutput]],
+    send: Send,
+) -> None:
+    is_begun = False
+    try:
+        async for prompt, output in parts:
+            failure = failure_of(output)
+            if failure is not None:
+                raise failure
+            data = reply.chunks(prompt, output)
+            if not is_begun:
+                is_begun = True
+                headers = list(_STREAM_HEADERS)
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+            if data:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        data = reply.end()
+    except Exception as error:
+        if not is_begun:
+            raise
+        data = _error_event(request, error) + sse.DONE
+    await send({"type": "http.response.body", "body": data})
+
+
+def _error_event(request: HttpRequest, error: Exception) -> bytes:
+    known = as_api_error(error)
+    if known is None:
+        logger.error("request %s failed", request_id_of(request.scope), exc_info=error)
+        known = internal_error()
+    return sse.event(known.body())
