@@ -25,7 +25,7 @@ from llguidance import LLMatcher, LLTokenizer
 from jaxserve.constraints.constraint import BITS, allow_only, clear_ids, ids_mask, num_words
 from jaxserve.constraints.grammar_check import LIMITS, check_grammar
 from jaxserve.constraints.json_schema import checked_schema
-from jaxserve.errors import ConstraintError, InvalidRequestError
+from jaxserve.errors import ConstraintError, InvalidRequestError, shown
 from jaxserve.structured_outputs import NAME, StructuredOutputs
 
 MAX_COMPILED = 64  # grammars that are kept
@@ -39,7 +39,7 @@ _JSON_OPTIONS: Any = {  # JsonCompileOptions, which the package defines for type
 }
 _LITERALS = re.compile(r'"(?:[^"\\\n]|\\.)*"|/(?:[^/\\\n]|\\.)*/')
 _TEMPERATURE = re.compile(r"\[[^\[\]]*\btemperature\s*=")  # of a rule; llguidance reads past it
-_JSON_OF_A_RULE = re.compile(r"%json\s*(?=[{\[tfn\"])")
+_LITERAL_OR_JSON = re.compile(_LITERALS.pattern + r"|(?P<json>%json\s*)")
 _ANY_OBJECT = '{"type":"object"}'
 _OVERLAP = (
     "oneOf is supported only where its options provably exclude each other (by type, or by a required "
@@ -243,23 +243,42 @@ def _grammar(kind: str, text: str) -> str:
     if kind == "grammar":
         if _TEMPERATURE.search(_LITERALS.sub("", text)):
             raise _unserved(f"{NAME}.grammar", "rules cannot set a temperature")
-        _check_json_of_rules(text)
-        return LLMatcher.grammar_from_lark(text)
+        return LLMatcher.grammar_from_lark(_with_own_json(text))
     schema = checked_schema(text) if kind == "json" else text
     return LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
 
 
-def _check_json_of_rules(text: str) -> None:
-    """Refuses in the schemas of a grammar what is refused in a schema."""
-    for found in _JSON_OF_A_RULE.finditer(text):
+def _with_own_json(text: str) -> str:
+    """A Lark grammar whose JSON schemas are held to the same rules as schemas by themselves.
+
+    Raises:
+        InvalidRequestError: one of them is not served.
+    """
+    parts, end, position = [], 0, 0
+    while found := _LITERAL_OR_JSON.search(text, position):
+        position = found.end()
+        if found["json"] is None:
+            continue
         try:
-            schema, _ = json.JSONDecoder().raw_decode(text, found.end())
-        except ValueError:
+            schema, stop = json.JSONDecoder().raw_decode(text, position)
+        except (ValueError, RecursionError):
             continue  # no JSON: the compiler says what is wrong
-        try:
-            checked_schema(json.dumps(schema))
-        except InvalidRequestError as error:
-            raise _unserved(f"{NAME}.grammar", f"%json: {error.message}") from error
+        parts += [text[end:position], _own_json(schema)]
+        end = position = stop
+    return "".join(parts) + text[end:]
+
+
+def _own_json(schema: object) -> str:
+    field = f"{NAME}.grammar"
+    if not isinstance(schema, dict):
+        raise _unserved(
+            field, f"%json must be followed by an object (a schema), got {shown(schema)}"
+        )
+    try:
+        checked = json.loads(checked_schema(json.dumps(schema)))
+    except InvalidRequestError as error:
+        raise _unserved(field, f"%json: {error.message}") from error
+    return json.dumps({**checked, "x-guidance": _JSON_OPTIONS}, ensure_ascii=False)
 
 
 def _unserved(field: str, reason: str) -> InvalidRequestError:

@@ -103,6 +103,13 @@ AB = {
 )
 def test_json_has_at_most_one_blank_behind_a_separator(text, ok):
     assert accepts(constraint(json=AB), text) is ok
+    assert accepts(constraint(grammar=f"start: %json {json.dumps(AB)}"), text) is ok
+
+
+@pytest.mark.parametrize(("text", "ok"), [('%json {}"{}', True), ("%json {}x{}", False)])
+def test_a_literal_that_looks_like_a_schema_is_a_literal(text, ok):
+    grammar = 'start: "%json {}" /"/ %json {"type": "object", "maxProperties": 0}'
+    assert accepts(constraint(grammar=grammar), text) is ok
 
 
 @pytest.mark.parametrize(
@@ -280,6 +287,8 @@ def test_special_tokens_are_no_text():
         ("%json: .*nullable", {"grammar": 'start: %json {"type":"string","nullable":true}'}),
         ("%json: .*uniqueItems", {"grammar": 'start: %json {"type":"array","uniqueItems":true}'}),
         ("%json: .*x-guidance", {"grammar": 'start: %json {"x-guidance":{"lenient":true}}'}),
+        ("%json must be followed by an object", {"grammar": "start: %json true"}),
+        ("%json must be followed by an object", {"grammar": 'start: %json ["null"]'}),
         ("no start rule", {"grammar": 'root: "x"'}),
         ("matches no text", {"grammar": 'start: start "a"'}),
         ("too deeply nested", {"grammar": "start: " + "(" * 9000 + '"a"' + ")" * 9000}),
