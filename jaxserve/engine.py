@@ -73,6 +73,7 @@ class Engine:
             async_scheduling=async_scheduling,
             vocab_size=vocab_size,
         )
+        self.clock = clock
         self._seed = seed
         self._groups: dict[str, Group] = {}
         self._held_groups: dict[str, Group] = {}  # ended, their pages kept for `fork`
@@ -186,6 +187,7 @@ class Engine:
         )
         self._num_added += 1
         self._num_prompt_tokens += len(prompt)
+        group.arrival_s = self.clock()
         self._in_change = True
         group.start(parent, num_tokens)
         if group.has_ended:  # it asked for no tokens; its output lies in the outbox
@@ -291,7 +293,7 @@ class Engine:
         self._outbox.keep()
         self._in_change = False
 
-    def _take_in(self, result: StepResult) -> None:
+    def _take_in(self, result: StepResult, now_s: float) -> None:
         groups = self._groups
         advanced, failed = result
         ended: set[Group] = set()
@@ -303,6 +305,9 @@ class Engine:
         beams: dict[Group, list[Sequence]] = {}
         for seq in advanced:
             group = groups[seq.request.id]
+            if group.last_token_s is None:
+                group.first_token_s = now_s
+            group.last_token_s = now_s
             if seq.wants_candidates:  # all of a group at once
                 beams.setdefault(group, []).append(seq)
             elif not group.take_plain_token(seq):

@@ -192,6 +192,24 @@ class CompletionOutput:
     top_logprobs: list[list[tuple[int, float]]] | None = None
 
 
+class RequestTimes(NamedTuple):
+    """When what happened to a request, in seconds by its engine's clock, each at least the one before.
+
+    A preemption, or a step that is done again, changes none of what has happened already.
+
+    Args:
+        arrival_s: it was added.
+        first_scheduled_s: a step with the first tokens of its prompt was sent; None = it never ran.
+        first_token_s: a step was done that had sampled for it; None = none was.
+        last_token_s: the same, the last time.
+    """
+
+    arrival_s: float
+    first_scheduled_s: float | None
+    first_token_s: float | None
+    last_token_s: float | None
+
+
 @dataclass(slots=True)
 class RequestOutput:
     """What a request has produced.
@@ -207,6 +225,7 @@ class RequestOutput:
         prompt_logprobs: one entry per token of the prompt, None for the first one and for those
             before `Request.prompt_logprobs_start`. The same list in every output from the first one
             on; None when not asked for, or when the request ended before all of them were known.
+        times: what happened when; None until it is finished.
     """
 
     request_id: str
@@ -215,6 +234,7 @@ class RequestOutput:
     num_cached_tokens: int
     finished: bool
     prompt_logprobs: list[PromptLogprob | None] | None = None
+    times: RequestTimes | None = field(default=None, compare=False)  # no two runs have the same
 
 
 def merge_outputs(parts: Sequence[RequestOutput]) -> RequestOutput:
@@ -231,6 +251,7 @@ def merge_outputs(parts: Sequence[RequestOutput]) -> RequestOutput:
         num_cached_tokens=last.num_cached_tokens,
         finished=last.finished,
         prompt_logprobs=last.prompt_logprobs,
+        times=last.times,
     )
 
 

@@ -54,7 +54,7 @@ class StepLoop:
     Args:
         executor: runs the batches.
         scheduler: decides what each step computes.
-        take_in: told what became of the sequences of a step, right after it.
+        take_in: told what became of the sequences of a step, right after it, and when it was done.
         observers: look on at every step; may be added to at any time.
         clock: seconds.
         async_scheduling: plan and send a step before the last one's result is known.
@@ -66,7 +66,7 @@ class StepLoop:
         *,
         executor: Executor,
         scheduler: Scheduler,
-        take_in: Callable[[StepResult], None],
+        take_in: Callable[[StepResult, float], None],
         observers: list[StepObserver],
         clock: Callable[[], float],
         async_scheduling: bool,
@@ -112,6 +112,9 @@ class StepLoop:
         if plan is None:
             return None
         sent_s = self._clock()
+        for seq in self.scheduler.admitted:
+            if seq.first_scheduled_s is None:  # not one that comes back
+                seq.first_scheduled_s = sent_s
         batch = self.build_batch(plan)
         handle = self.executor.submit(batch)
         return StepUnderWay(plan=plan, batch=batch, handle=handle, sent_s=sent_s)
@@ -131,7 +134,7 @@ class StepLoop:
         seconds = now_s - begin_s
         self._last_done_s = now_s
         result = self.scheduler.update(step.plan, without(step.stuck, step.plan, sampled))
-        self._take_in(result)
+        self._take_in(result, now_s)
         if following is not None:
             self._give_masks(following)
         if not is_void:

@@ -131,6 +131,12 @@ class ChoiceGroup(Group):
         return all(choice.has_ended for choice in self.choices)
 
     @property
+    def first_scheduled_s(self) -> float | None:
+        # The prompt is computed by the first choice that was not aborted before its turn came.
+        times = [choice.seq.first_scheduled_s for choice in self.choices]
+        return min((s for s in times if s is not None), default=None)
+
+    @property
     def held(self) -> list[Sequence]:
         if not self.request.hold:
             return []

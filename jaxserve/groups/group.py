@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence as Several
 
-from jaxserve.request import CompletionOutput, Request, RequestOutput
+from jaxserve.request import CompletionOutput, Request, RequestOutput, RequestTimes
 from jaxserve.schedule.scheduler import Scheduler
 from jaxserve.schedule.sequence import Sequence
 
@@ -32,6 +32,9 @@ class Group(ABC):
     def __init__(self, first: Sequence, scheduler: Scheduler):
         self.first = first
         self.scheduler = scheduler
+        self.arrival_s = 0.0  # by the engine's clock, which sets it
+        self.first_token_s: float | None = None
+        self.last_token_s: float | None = None
 
     @property
     def request(self) -> Request:
@@ -123,4 +126,15 @@ class Group(ABC):
             first.num_cached_tokens,
             finished,
             None if first.scores is None else first.scores.result(),
+            self._times() if finished else None,
+        )
+
+    @property
+    def first_scheduled_s(self) -> float | None:
+        """When a step first computed some of its prompt; None while none has."""
+        return self.first.first_scheduled_s
+
+    def _times(self) -> RequestTimes:
+        return RequestTimes(
+            self.arrival_s, self.first_scheduled_s, self.first_token_s, self.last_token_s
         )

@@ -10,7 +10,7 @@ Invariant: every page but the null page is either free (ref_count 0, once in the
                null   free | owned
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 NULL_PAGE = 0
 
@@ -44,6 +44,11 @@ class PagePool:
 
     def ref_count(self, page_id: int) -> int:
         return self._ref_counts[page_id]
+
+    @property
+    def ref_counts(self) -> Sequence[int]:
+        """Of every page, by page id. Not a copy: to be read only."""
+        return self._ref_counts
 
     def alloc(self, num_pages: int) -> list[int] | None:
         """Takes `num_pages` pages, each with one owner; None (and nothing taken) when fewer are

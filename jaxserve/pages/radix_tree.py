@@ -77,7 +77,7 @@ class RadixTree:
         self._heap = LeafHeap(EVICTIONS[eviction])
         self._roots: dict[Hashable, RadixNode] = {}
         self._newest_root: RadixNode | None = None
-        self._clock = 0
+        self.clock = 0  # counts uses; `RadixNode.last_used` and `created` are told by it
 
     @property
     def num_namespaces(self) -> int:
@@ -99,12 +99,12 @@ class RadixTree:
             not locked yet; `count_hit` says that its pages are put to use.
         """
         root = self.root(namespace)
-        self._clock += 1
-        root.last_used = self._clock
+        self.clock += 1
+        root.last_used = self.clock
         page_ids: list[int] = []
         path = self._descend(root, token_bytes(token_ids))
         for node in path:
-            node.last_used = self._clock
+            node.last_used = self.clock
             page_ids += node.page_ids
         return TreeMatch(page_ids, path[-1] if path else root)
 
@@ -128,7 +128,7 @@ class RadixTree:
             if self._newest_root is not None:
                 self._drop_if_empty(self._newest_root)
             root = RadixNode(namespace, None, bytearray(), [], 0, self._page_bytes)
-            root.created = self._clock
+            root.created = self.clock
             self._roots[namespace] = self._newest_root = root
         return root
 
@@ -160,12 +160,12 @@ class RadixTree:
             raise ValueError(f"page_ids has {len(page_ids)} pages, token_ids fill {num_given}")
         if not node.lock_ref:
             raise ValueError("node must be locked before it is extended")
-        self._clock += 1
+        self.clock += 1
         path = self._descend(node, tokens)
         end = path[-1] if path else node
         self.move_lock(node, end)
         for step in end.path():
-            step.last_used = self._clock
+            step.last_used = self.clock
             step.priority = min(step.priority, priority)
         known = [page_id for step in path for page_id in step.page_ids]
         if len(known) == num_given:
@@ -187,7 +187,7 @@ class RadixTree:
         else:
             child = node.add_child(tokens, page_ids)
             child.lock_ref = 1
-            child.last_used = child.created = self._clock
+            child.last_used = child.created = self.clock
             child.priority = priority
             node = child
         self.num_pages += len(page_ids)

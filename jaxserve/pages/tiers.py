@@ -43,6 +43,11 @@ class PageTier:
     def num_free(self) -> int:
         return len(self._free)
 
+    @property
+    def lent(self) -> bytes:
+        """A byte for each page: 1 = lent out, 0 = free."""
+        return bytes(self._lent)
+
     def alloc(self, num_pages: int) -> tuple[int, ...] | None:
         """Lends `num_pages` pages; None, with nothing lent, when fewer are free."""
         if num_pages > len(self._free):

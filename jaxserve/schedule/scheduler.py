@@ -82,6 +82,7 @@ class Scheduler:
         self.waiting = WaitingQueue(policy)
         self.running: list[Sequence] = []
         self.held: list[Sequence] = []
+        self.admitted: list[Sequence] = []  # by the last `schedule`
         self.parked = Parked(kv, self.counters)
         self.prefix_wait = PrefixWait(kv.page_size, self.counters)
         self.entrance = Entrance(
@@ -160,6 +161,7 @@ class Scheduler:
         can run.
         """
         slices: list[ScheduledSlice] = []
+        self.admitted = []
         num_preemptions = self.counters.num_preemptions
         budget = self._continue_running(slices)
         if self.counters.num_preemptions == num_preemptions:
@@ -294,6 +296,7 @@ class Scheduler:
             self.counters.num_hit_tokens += seq.num_computed_tokens
         self.waiting.admit(seq)
         self.gate.admitted()
+        self.admitted.append(seq)
         seq.status = Status.RUNNING
         position = len(self.running)
         standing = self.policy.standing(seq)

@@ -113,6 +113,7 @@ class Sequence:
     host_pages: HostPages | None = field(init=False, default=None)
     max_num_tokens: int = field(init=False)  # most it can ever compute: the last one sampled is not
     is_awaited: bool = field(init=False)  # what it samples is looked at before another step begins
+    first_scheduled_s: float | None = field(init=False, default=None)  # by the engine's clock
     fault: str | None = field(
         init=False, default=None
     )  # the field that nothing can follow any more
