@@ -20,6 +20,7 @@ from jaxserve.errors import JaxserveError
 # Command -> (module with `main(argv) -> exit code`, how it is typed, what it does).
 COMMANDS = {
     "run": ("jaxserve.cli.run", "run", "generate text for prompts, or for the lines of a file"),
+    "serve": ("jaxserve.cli.serve", "serve", "serve a model over HTTP, as OpenAI's API does"),
     "bench": ("jaxserve.cli.bench", "bench KIND", "measure: offline, latency or kernels"),
     "replay": ("jaxserve.cli.schedule_replay", "replay", "run a schedule log again and compare"),
     "buckets": (

@@ -1,15 +1,17 @@
 """`make_app`: the ASGI application, from the features' routes and what every request passes first.
 
-    request id -> errors -> key -> limits -> exit stack -> routes
+    request id, access line -> (CORS) -> errors -> key -> limits -> exit stack -> routes
 
 A feature is a module with `routes(state)` and a line in `_FEATURES`. Invariant: every reply but a
 feature's own is OpenAI's error object, whatever went wrong, and carries X-Request-Id.
 """
 
+import asyncio
 import contextlib
 import logging
-import time
 
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
 from starlette.routing import BaseRoute, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -19,6 +21,7 @@ from jaxserve.server.body_limits import BodyLimits
 from jaxserve.server.errors import as_api_error, internal_error
 from jaxserve.server.openai import chat, completions
 from jaxserve.server.request_ids import RequestIds, request_id_of
+from jaxserve.server.slow_readers import ClientGoneError, SlowReaders
 from jaxserve.server.state import ServerState
 
 _FEATURES = (health, models, completions, chat)
@@ -34,9 +37,18 @@ def all_routes(state: ServerState) -> list[BaseRoute]:
 def make_app(state: ServerState) -> ASGIApp:
     """The server's ASGI application."""
     app: ASGIApp = ExitStacks(Router(all_routes(state), redirect_slashes=False))
-    app = BodyLimits(app, state.config)
+    app = SlowReaders(BodyLimits(app, state.config), state.config.send_timeout_s)
     app = Auth(app, state.config.api_key_digests)
-    return RequestIds(ErrorReplies(app))
+    app = ErrorReplies(app)
+    if state.config.cors_allow_origins:
+        app = CORSMiddleware(
+            app,
+            allow_origins=state.config.cors_allow_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id"],
+        )
+    return RequestIds(app)
 
 
 class ExitStacks:
@@ -51,9 +63,9 @@ class ExitStacks:
             return
         async with contextlib.AsyncExitStack() as stack:
             scope.setdefault("state", {}).update(
-                exit_stack=stack, arrived_s=time.monotonic()
-            )  # the clock of asyncio's loops
-            await self._app(scope | {"app": self}, receive, send)
+                exit_stack=stack, arrived_s=asyncio.get_running_loop().time()
+            )
+            await self._app({**scope, "app": self}, receive, send)
 
 
 class ErrorReplies:
@@ -75,6 +87,8 @@ class ErrorReplies:
 
         try:
             await self._app(scope, receive, watched_send)
+        except (ClientGoneError, ClientDisconnect):
+            await asyncio.sleep(0)  # lets the connection see that it is closed
         except Exception as error:  # the last frame before the client
             reply = as_api_error(error)
             if reply is None:
