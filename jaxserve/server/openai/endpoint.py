@@ -70,7 +70,7 @@ class Endpoint:
         self._state = state
         self._parse = parse
         self._unknown = UnknownFields()
-        self._served: Served | None = None
+        self._served: Served | None = None  # made with the first body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = HttpRequest(scope, receive)
@@ -92,9 +92,9 @@ class Endpoint:
         place = state.admit(request, num_sequences=count_sequences(body))
         is_costly = any(body.get(name) is not None for name in _COSTLY_FIELDS)
         if is_costly or int(request.headers.get("content-length", 0)) > _COSTLY_BYTES:
-            call = await state.encoder.run(self._parse, body, self._what_is_served())
+            call = await state.encoder.run(self._parse, body, self.served)
         else:
-            call = self._parse(body, self._what_is_served())
+            call = self._parse(body, self.served)
         prompts = await state.encoder.run(call.encode)
         place.count_tokens(sum(map(len, prompts)))
         salt = state.cache_salt(request, call.cache_salt)
@@ -108,7 +108,9 @@ class Endpoint:
                 outputs = await _whole(parts, len(requests))
                 await _send_body(sse.encode(reply.body(outputs)), send)
 
-    def _what_is_served(self) -> Served:
+    @property
+    def served(self) -> Served:
+        """What its bodies are understood against; known once the engine is warm."""
         if self._served is None:
             state = self._state
             self._served = Served(

@@ -246,9 +246,7 @@ def prompt_layout(
 
 
 def _ranked(one: PromptLogprob, token_id: int, names: TokenNames) -> dict[str, Any]:
-    found = {
-        str(other): (logprob, rank) for rank, (other, logprob) in enumerate(one.top, start=1)
-    }
+    found = {str(other): (logprob, rank) for rank, (other, logprob) in enumerate(one.top, start=1)}
     found[str(token_id)] = (one.logprob, one.rank)
     return {
         key: {"logprob": _clamped(logprob), "rank": rank, "decoded_token": names.name(int(key))}
