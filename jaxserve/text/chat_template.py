@@ -22,6 +22,8 @@ import jinja2.meta
 from jaxserve.errors import InvalidRequestError
 from jaxserve.text.template_sandbox import BoundedEnvironment, Budget
 
+TemplateSource = str | Mapping[str, str] | None
+DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates, as transformers has them
 MAX_RENDER_S = 2.0
 MAX_RENDER_CHARS = 8 * 2**20
 MAX_TOOLS = 128  # as OpenAI has it
@@ -39,16 +41,28 @@ def _refuse(message: str, param: str = "messages") -> NoReturn:
 
 
 class ChatTemplate:
-    """One checkpoint's chat template.
+    """One checkpoint's chat template, or several by name: then conversations with tools are rendered by
+    the one called "tool_use", where there is one, and all others by "default", as transformers does.
 
     Args:
-        source: Jinja source, or None: then every chat is refused.
+        source: Jinja source, or name -> Jinja source, or None: then every chat is refused.
         special_tokens: name -> text of the tokens the template may write (`bos_token`, ...).
     """
 
-    def __init__(self, source: str | None, *, special_tokens: Mapping[str, str]) -> None:
-        self.source = source
+    def __init__(self, source: TemplateSource, *, special_tokens: Mapping[str, str]) -> None:
+        named = {DEFAULT: source} if isinstance(source, str) else source or {}
+        self._templates = {name: _Template(text) for name, text in named.items()}
         self._special_tokens = dict(special_tokens)
+
+    @property
+    def source(self) -> str | None:
+        """Jinja source of the template for conversations without tools, if there is one."""
+        return self._templates[DEFAULT].source if DEFAULT in self._templates else None
+
+    @property
+    def tool_source(self) -> str | None:
+        """Jinja source of the template for conversations with tools, if there is one."""
+        return self._templates[TOOL_USE].source if TOOL_USE in self._templates else self.source
 
     def render(
         self,
@@ -65,7 +79,8 @@ class ChatTemplate:
             messages: objects with a string `role` and a `content`: a string, or parts
                 {"type": "text", "text": ...}, which are joined in order with nothing between them.
                 An assistant message may have no content. Other fields reach the template as they
-                are; null ones and an empty `tool_calls` count as absent.
+                are; null ones and an empty `tool_calls` count as absent, and the arguments of a call
+                become an object where they are the text of one.
             add_generation_prompt: end with the header of an assistant message.
             tools: functions that the model may call, as OpenAI describes them: {"type": "function",
                 "function": {"name": ..., "description": ..., "parameters": {...}}}, at most
@@ -80,10 +95,15 @@ class ChatTemplate:
                 own words are in the message), failed, or ran too long; param "messages". Malformed
                 tools, or a template that has no place for any; param "tools".
         """
-        if self.source is None:
+        if not self._templates:
             _refuse("messages cannot be used: this checkpoint has no chat template; use prompt")
         plain = check_messages(messages)
         plain_tools = check_tools(tools)
+        template = self._templates.get(TOOL_USE) if plain_tools else None
+        template = template or self._templates.get(DEFAULT)
+        if template is None:
+            found = ", ".join(self._templates)
+            _refuse(f"messages cannot be used: this checkpoint's chat templates are {found} alone")
         if continue_final_message:
             _check_continued(plain, add_generation_prompt)
         names = {
@@ -95,11 +115,11 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            environment, template = self._compiled
-            if plain_tools and "tools" not in self._variables:
+            environment, compiled = template.compiled
+            if plain_tools and "tools" not in template.variables:
                 _refuse("tools cannot be used: this checkpoint's chat template has none", "tools")
             budget = Budget(max_seconds=MAX_RENDER_S, max_chars=MAX_RENDER_CHARS)
-            text = environment.render(template, budget, **names)
+            text = environment.render(compiled, budget, **names)
             return _cut_behind(text, plain[-1]["content"]) if continue_final_message else text
         except InvalidRequestError:
             raise
@@ -109,19 +129,26 @@ class ChatTemplate:
                 f"messages were refused by the chat template: {what}", param="messages"
             ) from error
 
-    @cached_property
-    def _variables(self) -> set[str]:
-        """What the template reads that it does not set itself."""
-        environment, _ = self._compiled
-        return jinja2.meta.find_undeclared_variables(environment.parse(self.source or ""))
+
+class _Template:
+    """One template, compiled when it is used."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
 
     @cached_property
-    def _compiled(self) -> tuple[BoundedEnvironment, jinja2.Template]:
+    def variables(self) -> set[str]:
+        """What the template reads that it does not set itself."""
+        environment, _ = self.compiled
+        return jinja2.meta.find_undeclared_variables(environment.parse(self.source))
+
+    @cached_property
+    def compiled(self) -> tuple[BoundedEnvironment, jinja2.Template]:
         environment = BoundedEnvironment()
         environment.filters["tojson"] = environment.guarded("tojson", _to_json)
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
-        return environment, environment.from_string(self.source or "")
+        return environment, environment.from_string(self.source)
 
 
 def _check_continued(messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> None:
@@ -182,12 +209,35 @@ def _check_message(message: object, where: str) -> dict[str, Any]:
         _refuse(f"{where}.role must be a string, got {role!r:.200}")
     if plain.get("tool_calls") == []:
         del plain["tool_calls"]
+    for i, call in enumerate(_list(plain.get("tool_calls"))):
+        _read_arguments(call, f"{where}.tool_calls[{i}].function.arguments")
     content = plain.get("content", "" if role == "assistant" else None)
     if isinstance(content, list):
         content = "".join(_check_part(p, f"{where}.content[{i}]") for i, p in enumerate(content))
     if not isinstance(content, str):
         _refuse(f"{where}.content must be a string or a list of text parts, got {content!r:.200}")
     return {**plain, "content": content}
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _read_arguments(call: object, where: str) -> None:
+    """Makes an object of arguments that are a JSON text, as templates expect it. A text that is none (of a
+    call that was cut off) stays what it is.
+    """
+    function = call.get("function") if isinstance(call, dict) else None
+    text = function.get("arguments") if isinstance(function, dict) else None
+    if not isinstance(text, str):
+        return
+    try:
+        value = json.loads(text) if text.strip() else {}
+    except (ValueError, RecursionError):
+        return
+    value = _plain(value, where)
+    if isinstance(value, dict):
+        function["arguments"] = value  # type: ignore[index]
 
 
 def _check_part(part: object, where: str) -> str:

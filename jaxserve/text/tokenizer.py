@@ -20,8 +20,9 @@ import tokenizers
 
 from jaxserve.errors import CheckpointError, InvalidRequestError
 from jaxserve.field_checks import utf8
-from jaxserve.text.chat_template import ChatTemplate
+from jaxserve.text.chat_template import ChatTemplate, TemplateSource
 from jaxserve.text.detokenizer import IncrementalDetokenizer
+from jaxserve.text.template_files import config_templates, directory_templates
 from jaxserve.text.token_bytes import TokenBytes
 
 _ADDED_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -50,7 +51,8 @@ class Tokenizer:
     Args:
         tokenizer_json: the text of tokenizer.json.
         tokenizer_config: the object of tokenizer_config.json; {} if there is none.
-        chat_template: Jinja source, or None = the one in `tokenizer_config`, if any.
+        chat_template: Jinja source, or name -> Jinja source; None = what `tokenizer_config` has, if
+            anything.
 
     Raises:
         CheckpointError: the files are not a tokenizer.
@@ -60,7 +62,7 @@ class Tokenizer:
         self,
         tokenizer_json: str,
         tokenizer_config: Mapping[str, Any],
-        chat_template: str | None = None,
+        chat_template: TemplateSource = None,
     ) -> None:
         self._tokenizer = _load(tokenizer_json)
         self._special_tokens = _special_tokens(tokenizer_config)
@@ -77,13 +79,13 @@ class Tokenizer:
             tokenizer_config.get("clean_up_tokenization_spaces")
         ) and not isinstance(self._tokenizer.model, tokenizers.models.BPE)
         self._template = ChatTemplate(
-            _default_template(tokenizer_config) if chat_template is None else chat_template,
+            config_templates(tokenizer_config) if chat_template is None else chat_template,
             special_tokens=self._special_tokens,
         )
 
     @classmethod
     def from_directory(cls, path: str | Path) -> "Tokenizer":
-        """Read tokenizer.json, tokenizer_config.json and chat_template.jinja (which beats the one
+        """Read tokenizer.json, tokenizer_config.json and the files of chat templates (which beat those
         in the config).
 
         Args:
@@ -102,7 +104,7 @@ class Tokenizer:
         if "added_tokens_decoder" not in config:  # files of old versions keep the names apart
             config |= _read_object(directory / "special_tokens_map.json")
         try:
-            return cls(source, config, _read(directory / "chat_template.jinja"))
+            return cls(source, config, directory_templates(directory))
         except CheckpointError as error:
             raise CheckpointError(f"{directory}: {error}") from error
 
@@ -144,9 +146,14 @@ class Tokenizer:
         return self._template.source
 
     @property
+    def tool_chat_template(self) -> str | None:
+        """The Jinja source of the chat template that is used with tools, if there is one."""
+        return self._template.tool_source
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether `render_chat` and `encode_chat` can work at all."""
-        return self._template.source is not None
+        return self._template.tool_source is not None
 
     def encode(
         self, text: str, add_special_tokens: bool = True, *, param: str = "prompt"
@@ -361,18 +368,3 @@ def _byte_fallback_ids(tokenizer: tokenizers.Tokenizer) -> frozenset[int]:
     names = [f"<0x{byte:{spec}}>" for byte in range(256) for spec in ("02X", "02x")]
     ids = (tokenizer.token_to_id(name) for name in names)
     return frozenset(token_id for token_id in ids if token_id is not None)
-
-
-def _default_template(config: Mapping[str, Any]) -> str | None:
-    """The chat template of a tokenizer_config.json: one text, or a list of named ones ("default" is
-    taken).
-    """
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        named = [entry for entry in template if isinstance(entry, Mapping)]
-        template = next((e.get("template") for e in named if e.get("name") == "default"), None)
-    if template is not None and not isinstance(template, str):
-        raise CheckpointError(
-            f"tokenizer_config.json: chat_template must be a string, found {type(template).__name__}"
-        )
-    return template

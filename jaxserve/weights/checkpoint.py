@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxserve.model_config import ModelConfig
+from jaxserve.text.chat_template import TemplateSource
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,8 @@ class Checkpoint:
         tokenizer_config: tokenizer_config.json, or its equivalent from GGUF metadata; {} when there is none.
         generation_config: generation_config.json, or its equivalent from GGUF metadata; {} when
             there is none.
-        chat_template: chat_template.jinja, else the template of tokenizer_config, else None.
+        chat_template: the template or templates of files of their own, else those of tokenizer_config,
+            else None.
         hf_config: config.json, or its equivalent from GGUF metadata.
     """
 
@@ -76,7 +78,7 @@ class Checkpoint:
     tokenizer_json: str | None = None
     tokenizer_config: dict[str, Any] = field(default_factory=dict)
     generation_config: dict[str, Any] = field(default_factory=dict)
-    chat_template: str | None = None
+    chat_template: TemplateSource = None
     hf_config: dict[str, Any] = field(default_factory=dict)
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:

@@ -13,6 +13,7 @@ from gguf.constants import TokenType
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from jaxserve.errors import CheckpointError
+from jaxserve.text.chat_template import DEFAULT, TemplateSource
 
 
 def _byte_level() -> Any:
@@ -139,9 +140,13 @@ def tokenizer_config(path: Path, metadata: Mapping[str, Any], max_length: int) -
     return config
 
 
-def chat_template(path: Path, metadata: Mapping[str, Any]) -> str | None:
-    """The Jinja text of the chat template, or None."""
-    template = metadata.get("tokenizer.chat_template")
-    if template is not None and not isinstance(template, str):
-        raise CheckpointError(f"{path}: tokenizer.chat_template must be a string, got {template!r}")
-    return template
+def chat_template(path: Path, metadata: Mapping[str, Any]) -> TemplateSource:
+    """The Jinja text of the chat template, or the texts of several by name, or None."""
+    key = "tokenizer.chat_template"
+    names = metadata.get(f"{key}s") or []
+    keys = {str(name): f"{key}.{name}" for name in names} | {DEFAULT: key}
+    templates = {name: metadata[one] for name, one in keys.items() if metadata.get(one) is not None}
+    for name, text in templates.items():
+        if not isinstance(text, str):
+            raise CheckpointError(f"{path}: {keys[name]} must be a string, got {text!r}")
+    return templates.get(DEFAULT) if set(templates) <= {DEFAULT} else templates

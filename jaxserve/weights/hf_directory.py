@@ -14,8 +14,10 @@ from typing import Any, cast
 import numpy as np
 from safetensors.numpy import save_file
 
-from jaxserve.errors import CheckpointError, shown
+from jaxserve.errors import CheckpointError
 from jaxserve.model_config import ModelConfig
+from jaxserve.text.chat_template import TemplateSource
+from jaxserve.text.template_files import config_templates, directory_templates, write_templates
 from jaxserve.weights.checkpoint import Checkpoint
 from jaxserve.weights.safetensors import INDEX_NAME, find_shards
 
@@ -62,7 +64,7 @@ def open_hf_directory(directory: Path) -> Checkpoint:
         tokenizer_json=_read_text(directory / "tokenizer.json"),
         tokenizer_config=tokenizer_config,
         generation_config=generation_config,
-        chat_template=_chat_template(directory, tokenizer_config),
+        chat_template=_chat_templates(directory, tokenizer_config, tokenizer_path),
         hf_config=hf_config,
     )
 
@@ -107,20 +109,16 @@ def _read_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def _chat_template(directory: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
-    template = _read_text(directory / "chat_template.jinja")
-    if template is not None:
-        return template
-    stored = tokenizer_config.get("chat_template")
-    if isinstance(stored, list):
-        # Several named templates (transformers' older form): the one called "default" is for plain chat.
-        named = {t.get("name"): t.get("template") for t in stored if isinstance(t, dict)}
-        stored = named.get("default")
-    if stored is not None and not isinstance(stored, str):
-        raise CheckpointError(
-            f"{directory / 'tokenizer_config.json'}: chat_template must be a string, got {shown(stored)}"
-        )
-    return stored
+def _chat_templates(
+    directory: Path, tokenizer_config: Mapping[str, Any], path: Path
+) -> TemplateSource:
+    found = directory_templates(directory)
+    if found is not None:
+        return found
+    try:
+        return config_templates(tokenizer_config)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path.parent}: {error}") from error
 
 
 def write_json(path: Path, value: object) -> None:
@@ -136,7 +134,7 @@ def write_hf_directory(
     tokenizer_json: str | None = None,
     tokenizer_config: Mapping[str, Any] | None = None,
     generation_config: Mapping[str, Any] | None = None,
-    chat_template: str | None = None,
+    chat_template: TemplateSource = None,
     max_shard_bytes: int = _MAX_SHARD_BYTES,
 ) -> None:
     """Writes a checkpoint that this project and transformers both read.
@@ -147,7 +145,7 @@ def write_hf_directory(
         tensors: Hugging Face names and arrays; streamed, so memory is bounded by one shard.
         tokenizer_json: text of tokenizer.json.
         tokenizer_config, generation_config: objects of the files of that name.
-        chat_template: text of chat_template.jinja.
+        chat_template: text of chat_template.jinja, or the texts of several templates by name.
         max_shard_bytes: a new shard begins when the next tensor would pass this; one shard is called
             model.safetensors, several get an index.
     """
@@ -160,8 +158,7 @@ def write_hf_directory(
         write_json(directory / "tokenizer_config.json", tokenizer_config)
     if generation_config is not None:
         write_json(directory / "generation_config.json", generation_config)
-    if chat_template is not None:
-        (directory / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
+    write_templates(directory, chat_template)
 
 
 def _write_weights(

@@ -6,9 +6,15 @@ import time
 import pytest
 import transformers
 
-from jaxserve.errors import InvalidRequestError
+from jaxserve.errors import CheckpointError, InvalidRequestError
 from jaxserve.text import chat_template
-from jaxserve.text.chat_template import ChatTemplate, check_messages, check_tools
+from jaxserve.text.chat_template import (
+    ChatTemplate,
+    TemplateSource,
+    check_messages,
+    check_tools,
+)
+from jaxserve.text.template_files import write_templates
 from jaxserve.text.tokenizer import Tokenizer
 from tests.text import tokenizers_for_tests as make
 
@@ -81,7 +87,7 @@ TEMPLATES = {
 }
 
 
-def with_template(source: str | None, **config) -> Tokenizer:
+def with_template(source: TemplateSource, **config) -> Tokenizer:
     return make.wrap(make.byte_level(), source, **config)
 
 
@@ -313,6 +319,46 @@ def test_template_of_the_config_and_its_named_form():
     assert with_template("file", chat_template="config").render_chat(CHAT) == "file"
 
 
+NAMED = {"tool_use": "tools: {{ tools | length }}", "default": "none", "rag": "documents"}
+
+
+@pytest.mark.parametrize("form", ["list in the config", "files", "files that others wrote"])
+def test_tools_take_the_template_called_tool_use_as_in_transformers(form, tmp_path):
+    config = {"chat_template": [{"name": k, "template": v} for k, v in NAMED.items()]}
+    make.write(tmp_path, make.byte_level(), **(config if form == "list in the config" else {}))
+    if form == "files":
+        write_templates(tmp_path, NAMED)
+    elif form == "files that others wrote":
+        theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+        theirs.chat_template = NAMED
+        theirs.save_pretrained(tmp_path)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    ours = Tokenizer.from_directory(tmp_path)
+    for tools in (None, [], TOOLS):
+        expected = theirs.apply_chat_template(CHAT, tools=tools or None, tokenize=False)
+        assert ours.render_chat(CHAT, tools=tools) == expected
+    assert (ours.chat_template, ours.tool_chat_template) == ("none", NAMED["tool_use"])
+
+
+def test_a_checkpoint_without_a_default_template_serves_tools_alone():
+    only = with_template({"tool_use": "{{ tools | length }}"})
+    assert only.has_chat_template
+    assert only.render_chat(CHAT, tools=TOOLS) == "2"
+    with pytest.raises(InvalidRequestError, match="chat templates are tool_use alone"):
+        only.render_chat(CHAT)
+    with pytest.raises(InvalidRequestError, match="chat template has none") as caught:
+        with_template({"default": "x", "rag": "{{ tools }}"}).render_chat(CHAT, tools=TOOLS)
+    assert caught.value.param == "tools"
+
+
+@pytest.mark.parametrize(
+    "stored", [7, ["x"], [{"name": "default", "template": 7}], [{"template": ""}]]
+)
+def test_templates_that_are_no_texts_are_refused(stored):
+    with pytest.raises(CheckpointError, match="chat_template must be a string, or a list"):
+        with_template(None, chat_template=stored)
+
+
 def test_time_of_day():
     assert with_template("{{ strftime_now('%Y') }}").render_chat(CHAT) == time.strftime("%Y")
 
@@ -411,3 +457,40 @@ def test_whatever_a_template_raises_is_the_error_of_the_messages(source):
     with pytest.raises(InvalidRequestError, match="refused by the chat template") as raised:
         ChatTemplate(source, special_tokens={}).render([{"role": "user", "content": "abcdef ghi"}])
     assert raised.value.param == "messages"
+
+
+def called(arguments) -> list[dict]:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [
+        CHAT[1],
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "12 °"}]},
+    ]
+
+
+SHOWS_CALLS = (
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}"
+    "{% for c in m.tool_calls %}{{ c.function.arguments | tojson }}{% endfor %};{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ('{"place": "Z\u00fcrich", "n": [1]}', '{"place": "Zürich", "n": [1]}'),
+        ({"place": "Zürich"}, '{"place": "Zürich"}'),
+        ("", "{}"),
+        ("{}", "{}"),
+        ('{"place": "Zü', '"{\\"place\\": \\"Zü"'),  # the model was cut off: what it said
+        ("[1]", '"[1]"'),
+    ],
+)
+def test_arguments_of_earlier_calls_reach_the_template_as_objects(arguments, shown):
+    text = with_template(SHOWS_CALLS).render_chat(called(arguments))
+    assert text == f"user:{CHAT[1]['content']};assistant:{shown};tool:12 °;"
+
+
+def test_arguments_are_as_deep_as_other_fields():
+    with pytest.raises(InvalidRequestError, match=r"tool_calls\[0\]\.function\.arguments .* deep"):
+        check_messages(called("[" * 40 + "]" * 40))
+    check_messages(called('{"a": ' * 9000))

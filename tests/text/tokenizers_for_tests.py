@@ -6,6 +6,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
+from jaxserve.text.chat_template import TemplateSource
 from jaxserve.text.tokenizer import Tokenizer
 
 CHATML = (
@@ -85,7 +86,7 @@ def word_piece() -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def wrap(tokenizer: tokenizers.Tokenizer, template: str | None = None, **config) -> Tokenizer:
+def wrap(tokenizer: tokenizers.Tokenizer, template: TemplateSource = None, **config) -> Tokenizer:
     """Our tokenizer over one of the above."""
     return Tokenizer(tokenizer.to_str(), config, template)
 

@@ -333,7 +333,7 @@ def test_text_files_come_along_and_the_template_file_wins(tmp_path):
     assert checkpoint.chat_template == "from config"
     named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-    assert open_checkpoint(tmp_path).chat_template == "d"
+    assert open_checkpoint(tmp_path).chat_template == {"tool_use": "t", "default": "d"}
     (tmp_path / "chat_template.jinja").write_text("from file")
     assert open_checkpoint(tmp_path).chat_template == "from file"
 

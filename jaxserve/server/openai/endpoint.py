@@ -46,7 +46,7 @@ def tool_parser_of(state: ServerState) -> str | None:
     if name != "auto":
         return None if name == "none" else name
     tokenizer = state.model.tokenizer
-    return None if tokenizer is None else detect_parser(tokenizer.chat_template)
+    return None if tokenizer is None else detect_parser(tokenizer.tool_chat_template)
 
 
 def count_sequences(body: Mapping[str, Any]) -> int:
