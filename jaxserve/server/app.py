@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import BaseRoute, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxserve.server import health, models
+from jaxserve.server import health, models, tokenize
 from jaxserve.server.auth import Auth
 from jaxserve.server.body_limits import BodyLimits
 from jaxserve.server.errors import as_api_error, internal_error
@@ -24,7 +24,7 @@ from jaxserve.server.request_ids import RequestIds, request_id_of
 from jaxserve.server.slow_readers import ClientGoneError, SlowReaders
 from jaxserve.server.state import ServerState
 
-_FEATURES = (health, models, completions, chat)
+_FEATURES = (health, models, tokenize, completions, chat)
 
 logger = logging.getLogger("jaxserve.server")
 

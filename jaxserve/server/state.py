@@ -15,17 +15,19 @@ import hmac
 import logging
 import time
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 
 from starlette.requests import Request as HttpRequest
 
 from jaxserve.async_engine.protocol import EngineClient, ServedModel
-from jaxserve.errors import EngineDeadError
+from jaxserve.errors import ConfigError, EngineDeadError, InvalidRequestError
 from jaxserve.request import CacheSalt, Request, RequestOutput
 from jaxserve.server.admission import Admission, Place
 from jaxserve.server.config import ServerConfig
 from jaxserve.server.encoder import Encoder
 from jaxserve.server.errors import ApiError, unavailable
 from jaxserve.server.json_body import read_object
+from jaxserve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("jaxserve.server")
 
@@ -45,6 +47,7 @@ class ServerState:
         self.created = int(time.time())
         self.is_draining = False
         self.num_requests = 0  # HTTP requests that generate and are not answered yet
+        self._model: ServedModel | None = None
         self._admission: Admission | None = None
         self._idle = asyncio.Event()
         self._idle.set()
@@ -56,8 +59,25 @@ class ServerState:
 
     @property
     def model(self) -> ServedModel:
-        """What is served; known once the engine is warm."""
-        return self.client.model
+        """What is served, with the chat template that was asked for.
+
+        Raises:
+            ApiError: 503, the engine still loads.
+        """
+        if self._model is None:
+            raise unavailable("the model is loading", "loading")
+        return self._model
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer.
+
+        Raises:
+            InvalidRequestError: the checkpoint has none.
+        """
+        if self.model.tokenizer is None:
+            raise InvalidRequestError("this checkpoint has no tokenizer: it takes token ids alone")
+        return self.model.tokenizer
 
     @property
     def is_loaded(self) -> bool:
@@ -76,12 +96,25 @@ class ServerState:
         return self._admission
 
     def set_loaded(self) -> None:
-        """The engine is warm: requests are taken from here on."""
+        """The engine is warm: requests are taken from here on.
+
+        Raises:
+            ConfigError, CheckpointError: the chat template cannot be used.
+        """
+        self._model = self._with_template(self.client.model)
         self._admission = Admission(
             num_running=self.model.max_num_seqs,
             max_queue_requests=self.config.max_queue_requests,
             max_queue_tokens=self.config.max_queue_tokens,
         )
+
+    def _with_template(self, model: ServedModel) -> ServedModel:
+        source = self.config.chat_template
+        if source is None:
+            return model
+        if model.tokenizer is None:
+            raise ConfigError("chat_template needs a tokenizer, and this checkpoint has none")
+        return replace(model, tokenizer=model.tokenizer.with_chat_template(source))
 
     def refusal(self) -> ApiError | None:
         """Why no new request is taken now; None = they are."""

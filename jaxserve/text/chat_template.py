@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import jinja2
 import jinja2.meta
 
-from jaxserve.errors import InvalidRequestError
+from jaxserve.errors import CheckpointError, InvalidRequestError
 from jaxserve.text.template_sandbox import BoundedEnvironment, Budget
 
 TemplateSource = str | Mapping[str, str] | None
@@ -135,6 +135,19 @@ class _Template:
 
     def __init__(self, source: str) -> None:
         self.source = source
+
+    def check_source(self) -> None:
+        """Compiles the template now instead of with the first chat.
+
+        Raises:
+            CheckpointError: it is no template.
+        """
+        try:
+            _ = self._compiled
+        except jinja2.TemplateSyntaxError as error:
+            raise CheckpointError(
+                f"the chat template is not Jinja: line {error.lineno}: {error.message}"
+            ) from error
 
     @cached_property
     def variables(self) -> set[str]:

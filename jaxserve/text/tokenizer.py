@@ -11,6 +11,7 @@ Invariant: one `Tokenizer` is shared by all requests and threads, and never chan
     made.
 """
 
+import copy
 import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -144,6 +145,20 @@ class Tokenizer:
     def chat_template(self) -> str | None:
         """The Jinja source of the chat template, if there is one."""
         return self._template.source
+
+    def with_chat_template(self, source: str) -> "Tokenizer":
+        """The same tokenizer with another chat template.
+
+        Args:
+            source: Jinja source.
+
+        Raises:
+            CheckpointError: it is no template.
+        """
+        other = copy.copy(self)
+        other._template = ChatTemplate(source, special_tokens=self._special_tokens)
+        other._template.check_source()
+        return other
 
     @property
     def tool_chat_template(self) -> str | None:

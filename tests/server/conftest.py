@@ -18,7 +18,8 @@ async def serving(
 ) -> AsyncIterator[httpx.AsyncClient]:
     """A client of the app over a fake engine, in this event loop and without a socket.
 
-    The HTTP client's `state` and `engine` are the server's. A test looks like this:
+    The HTTP client has the server's `state` and `engine`, and the `requests` that the engine was given. A
+    test looks like this:
 
         def test_it():
             async def check():
@@ -40,6 +41,7 @@ async def serving(
     transport = httpx.ASGITransport(app=make_app(state), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
         http.state, http.engine = state, client.engine  # type: ignore[attr-defined]
+        http.requests = client.requests  # type: ignore[attr-defined]
         yield http
     await state.close()
     await asyncio.sleep(0)

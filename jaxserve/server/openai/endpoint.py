@@ -24,6 +24,7 @@ from jaxserve.server.openai.call import Call, Reply, Served, failure_of
 from jaxserve.server.openai.fields import UnknownFields
 from jaxserve.server.openai.merging import merged
 from jaxserve.server.request_ids import request_id_of
+from jaxserve.server.slow_readers import ClientGoneError
 from jaxserve.server.state import ServerState
 from jaxserve.server.tools.parser import detect_parser
 
@@ -47,6 +48,17 @@ def tool_parser_of(state: ServerState) -> str | None:
         return None if name == "none" else name
     tokenizer = state.model.tokenizer
     return None if tokenizer is None else detect_parser(tokenizer.tool_chat_template)
+
+
+def what_is_served(state: ServerState, unknown: UnknownFields) -> Served:
+    """What bodies are understood against, once the model is there."""
+    return Served(
+        model=state.model,
+        check_model=state.check_model,
+        tool_parser=tool_parser_of(state),
+        shows_cached_tokens=state.config.enable_prompt_tokens_details,
+        unknown=unknown,
+    )
 
 
 def count_sequences(body: Mapping[str, Any]) -> int:
@@ -112,14 +124,7 @@ class Endpoint:
     def served(self) -> Served:
         """What its bodies are understood against; known once the engine is warm."""
         if self._served is None:
-            state = self._state
-            self._served = Served(
-                model=state.model,
-                check_model=state.check_model,
-                tool_parser=tool_parser_of(state),
-                shows_cached_tokens=state.config.enable_prompt_tokens_details,
-                unknown=self._unknown,
-            )
+            self._served = what_is_served(self._state, self._unknown)
         return self._served
 
 
@@ -171,6 +176,8 @@ async def _stream(
             if data:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         data = reply.end()
+    except ClientGoneError:
+        raise
     except Exception as error:
         if not is_begun:
             raise

@@ -1,0 +1,131 @@
+"""/tokenize and /detokenize: texts and conversations as token ids, and back, as completions see them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from jaxserve.errors import InvalidRequestError, shown
+from jaxserve.field_checks import checked_token_ids
+from jaxserve.server.openai import chat
+from jaxserve.server.openai.endpoint import what_is_served
+from jaxserve.server.openai.fields import BOOLEAN, STRING, Field, UnknownFields, read_fields, table
+from jaxserve.server.openai.logprobs import TokenNames
+from jaxserve.server.state import ServerState
+
+#: What is taken from a chat body, and read as /v1/chat/completions reads it.
+_CHAT_NAMES = (
+    "model",
+    "messages",
+    "tools",
+    "tool_choice",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "chat_template_kwargs",
+)
+FIELDS = table(
+    Field(name="prompt", schema=STRING, doc="The text; instead of messages."),
+    *(chat.FIELDS[name] for name in _CHAT_NAMES),
+    Field(
+        name="add_special_tokens",
+        schema=BOOLEAN,
+        doc="Let the tokenizer add its own (a BOS, usually); true unless messages are given.",
+    ),
+    Field(name="return_token_strs", schema=BOOLEAN, doc="Give the text of each token too."),
+)
+DETOKENIZE_FIELDS = table(
+    chat.FIELDS["model"],
+    Field(
+        name="tokens",
+        schema={"type": "array", "items": {"type": "integer", "minimum": 0}},
+        doc="Token ids.",
+        required=True,
+    ),
+)
+
+
+def routes(state: ServerState) -> list[Route]:
+    """The routes of this module."""
+    unknown = UnknownFields()
+
+    async def tokenize(request: Request) -> Response:
+        body = await state.body(request)
+        return JSONResponse(await state.encoder.run(tokenized, state, body, unknown))
+
+    async def detokenize(request: Request) -> Response:
+        body = await state.body(request)
+        return JSONResponse(await state.encoder.run(detokenized, state, body, unknown))
+
+    return [
+        Route("/tokenize", tokenize, methods=["POST"]),
+        Route("/detokenize", detokenize, methods=["POST"]),
+    ]
+
+
+def tokenized(
+    state: ServerState, body: Mapping[str, Any], unknown: UnknownFields
+) -> dict[str, Any]:
+    """The reply of /tokenize.
+
+    Raises:
+        InvalidRequestError: a field is at fault.
+        ApiError: no such model.
+    """
+    fields = read_fields(body, FIELDS, unknown)
+    state.check_model(fields.get("model"))
+    if ("prompt" in fields) == ("messages" in fields):
+        raise InvalidRequestError(
+            "exactly one of prompt and messages must be given", param="prompt"
+        )
+    if "prompt" in fields:
+        adds_specials = fields.get("add_special_tokens", True)
+        ids = state.tokenizer.encode(fields["prompt"], adds_specials)
+    else:
+        ids = _encode_chat(state, fields, unknown)
+    reply: dict[str, Any] = {
+        "count": len(ids),
+        "max_model_len": state.model.max_model_len,
+        "tokens": ids,
+        "token_strs": None,
+    }
+    if fields.get("return_token_strs", False):
+        reply["token_strs"] = [*map(TokenNames(state.tokenizer).name, ids)]
+    return reply
+
+
+def _encode_chat(
+    state: ServerState, fields: Mapping[str, Any], unknown: UnknownFields
+) -> list[int]:
+    if fields.get("add_special_tokens", False):
+        raise InvalidRequestError(
+            "add_special_tokens cannot be true for messages: the chat template writes them",
+            param="add_special_tokens",
+        )
+    body = {name: fields[name] for name in _CHAT_NAMES if name in fields}
+    return chat.parse(body, what_is_served(state, unknown)).encode()[0]
+
+
+def detokenized(
+    state: ServerState, body: Mapping[str, Any], unknown: UnknownFields
+) -> dict[str, Any]:
+    """The reply of /detokenize.
+
+    Raises:
+        InvalidRequestError: a field is at fault.
+        ApiError: no such model.
+    """
+    fields = read_fields(body, DETOKENIZE_FIELDS, unknown)
+    state.check_model(fields.get("model"))
+    if "tokens" not in fields:
+        raise InvalidRequestError("tokens are needed", param="tokens")
+    ids = checked_token_ids("tokens", fields["tokens"], most=state.config.max_body_bytes)
+    largest = max(ids, default=0)
+    if largest >= state.model.vocab_size:
+        raise InvalidRequestError(
+            f"tokens must be below the vocabulary's size, {state.model.vocab_size}, got {shown(largest)}",
+            param="tokens",
+        )
+    return {"prompt": state.tokenizer.decode(ids, skip_special_tokens=False)}
