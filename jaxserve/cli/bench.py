@@ -22,6 +22,11 @@ KINDS = {
         "jaxserve.cli.bench_kernels",
         "attention backends against each other and against what the machine can do",
     ),
+    "serve": ("jaxserve.cli.bench_serve", "what the clients of a running server see under load"),
+    "capacity": (
+        "jaxserve.cli.bench_capacity",
+        "the highest request rate at which a running server keeps limits",
+    ),
 }
 
 

@@ -21,7 +21,11 @@ from jaxserve.errors import JaxserveError
 COMMANDS = {
     "run": ("jaxserve.cli.run", "run", "generate text for prompts, or for the lines of a file"),
     "serve": ("jaxserve.cli.serve", "serve", "serve a model over HTTP, as OpenAI's API does"),
-    "bench": ("jaxserve.cli.bench", "bench KIND", "measure: offline, latency or kernels"),
+    "bench": (
+        "jaxserve.cli.bench",
+        "bench KIND",
+        "measure: offline, latency, kernels, serve, capacity",
+    ),
     "replay": ("jaxserve.cli.schedule_replay", "replay", "run a schedule log again and compare"),
     "buckets": (
         "jaxserve.cli.buckets",
