@@ -13,9 +13,19 @@ SCHEMAS = Path(__file__).parent / "data" / "openai_schemas.json"
 
 @functools.cache
 def _validator(name: str) -> jsonschema.Draft202012Validator:
-    spec = json.loads(SCHEMAS.read_text("utf-8"))
-    root = {"$ref": f"#/components/schemas/{name}", "components": spec["components"]}
+    components = _with_null(json.loads(SCHEMAS.read_text("utf-8"))["components"])
+    root = {"$ref": f"#/components/schemas/{name}", "components": components}
     return jsonschema.Draft202012Validator(root)
+
+
+def _with_null(schema: Any) -> Any:
+    """`nullable`, a word of OpenAPI 3.0 that the description still uses, in the words of 3.1."""
+    if isinstance(schema, list):
+        return [_with_null(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: _with_null(one) for key, one in schema.items() if key != "nullable"}
+    return {"anyOf": [found, {"type": "null"}]} if schema.get("nullable") is True else found
 
 
 def check_schema(name: str, value: object) -> None:
@@ -104,5 +114,6 @@ def _join_delta(message: dict[str, Any], delta: dict[str, Any]) -> None:
         if part["index"] == len(calls):
             calls.append({"id": part["id"], "name": part["function"]["name"], "arguments": ""})
         else:
-            assert "id" not in part and "name" not in part["function"]
+            assert "id" not in part
+            assert "name" not in part["function"]
         calls[part["index"]]["arguments"] += part["function"]["arguments"]

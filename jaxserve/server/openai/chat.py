@@ -241,10 +241,11 @@ class ChatReply:
         self._usage.add(prompt, output)
         usage = self._usage.body() if self._call.streaming.continuous_usage_stats else None
         events = [event for one in output.outputs for event in self._choice(one.index).feed(one)]
+        chunks = []
         if events and not self._is_begun:
             self._is_begun = True
-            events[0] |= self._told_of_prompt(output)
-        return b"".join([self._writer.chunk(event, usage) for event in events])
+            chunks = [self._writer.chunk(events.pop(0), usage, self._told_of_prompt(output))]
+        return b"".join(chunks + [self._writer.chunk(event, usage) for event in events])
 
     def end(self) -> bytes:
         if not self._call.streaming.include_usage:

@@ -47,16 +47,20 @@ class ChunkWriter:
         self._head = b"data: " + encode(fields)[:-1] + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if says_usage else b"]}\n\n"
 
-    def chunk(self, choice: object, usage: object = None) -> bytes:
+    def chunk(
+        self, choice: object, usage: object = None, more: Mapping[str, Any] | None = None
+    ) -> bytes:
         """An event with one choice.
 
         Args:
             choice: its object.
             usage: so far; None = what stands for none.
+            more: fields beside the choices.
         """
-        if usage is None:
-            return self._head + encode(choice) + self._tail
-        return self._head + encode(choice) + self._usage_tail(usage)
+        tail = self._tail if usage is None else self._usage_tail(usage)
+        if more:
+            tail = b"]," + encode(more)[1:-1] + tail[1:]
+        return self._head + encode(choice) + tail
 
     def usage(self, usage: object) -> bytes:
         """The event of no choice that tells the usage."""

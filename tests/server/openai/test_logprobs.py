@@ -1,6 +1,7 @@
 """C21, C22, C23: log probabilities in both layouts."""
 
 import asyncio
+import itertools
 import math
 
 import pytest
@@ -205,7 +206,7 @@ def test_entries_do_not_depend_on_how_the_output_is_cut(tokenizer):
     def read(cuts):
         reader = TokenReader(names, skip_special_tokens=True)
         entries = []
-        for (num_ids, num_chars), (more_ids, more_chars) in zip(cuts, cuts[1:], strict=False):
+        for (num_ids, num_chars), (more_ids, more_chars) in itertools.pairwise(cuts):
             output = CompletionOutput(
                 0, text[num_chars:more_chars], ids[num_ids:more_ids], logprobs[num_ids:more_ids]
             )
