@@ -9,8 +9,9 @@
 //
 // With few rows the time is that of reading the weights, with many that of the multiplications.
 //
-// A sum runs over K in order in one accumulator, whatever M, the items and the threads are: a row of the result is
-// the same, bit for bit, beside any other rows.
+// A sum runs over K in order: each kDepth terms in an accumulator of their own, then added to those before. So the
+// rounding of a term does not grow with K, and one huge term spoils only those of its own block. Whatever M, the items
+// and the threads are, a row of the result is the same, bit for bit, beside any other rows.
 //
 // Source: register and cache blocking, Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication",
 // 2008.
@@ -46,10 +47,7 @@ template <int R, int V, int Lines, bool Add>
 void product(const float* a, int64_t lda, const float* b, int64_t ahead, float* c, int64_t ldc, int k) {
   Vector total[R][V];
   for (int r = 0; r < R; ++r)
-    for (int j = 0; j < V; ++j) {
-      if constexpr (Add) total[r][j] = at(c + r * ldc + kLanes * j);
-      else total[r][j] = Vector{};
-    }
+    for (int j = 0; j < V; ++j) total[r][j] = Vector{};
   for (int i = 0; i < k; ++i, b += kPanel) {
     Vector row[V];
     for (int j = 0; j < V; ++j) row[j] = at(b + kLanes * j);
@@ -58,7 +56,10 @@ void product(const float* a, int64_t lda, const float* b, int64_t ahead, float* 
       for (int j = 0; j < V; ++j) total[r][j] += a[r * lda + i] * row[j];
   }
   for (int r = 0; r < R; ++r)
-    for (int j = 0; j < V; ++j) at(c + r * ldc + kLanes * j) = total[r][j];
+    for (int j = 0; j < V; ++j) {
+      if constexpr (Add) at(c + r * ldc + kLanes * j) += total[r][j];
+      else at(c + r * ldc + kLanes * j) = total[r][j];
+    }
 }
 
 using Product = void (*)(const float*, int64_t, const float*, int64_t, float*, int64_t, int);

@@ -33,6 +33,17 @@ def test_it_is_the_product_and_a_row_is_the_same_beside_any_rows(num_rows, size,
         assert np.array_equal(np.asarray(call(x[row : row + 1], packed, columns))[0], y[row])
 
 
+def test_a_huge_term_costs_only_those_of_its_block_their_last_bits():
+    """As the activations of real models have them. Beside 2**24 a half is rounded away."""
+    size, depth = 1536, 288
+    for place in (0, 700, size - 1):
+        x, weight = np.ones((3, size), np.float32), np.full((size, 70), 0.5, np.float32)
+        weight[place] = 2.0**24
+        y = np.asarray(call(x, pack([weight]), 70)).astype(np.float64)
+        exact = 2.0**24 + (size - 1) / 2
+        assert np.abs(y - exact).max() <= depth / 2 + size / depth
+
+
 @pytest.mark.parametrize("columns", [(576, 192, 192), (5, 70), (64, 128), (40, 24, 7), (1, 1)])
 def test_weights_are_packed_side_by_side(columns):
     weights = [operands(1, 12, n)[1] + i for i, n in enumerate(columns)]

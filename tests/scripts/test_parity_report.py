@@ -17,8 +17,8 @@ from tests.llms import TINY
 SMALL = ["--num_prompts=3", "--prompt_tokens=20", "--max_tokens=4", "--chunk=6"]
 
 
-def run(repository, *flags: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "scripts/parity_report", f"--model={TINY}", *SMALL, *flags]
+def run(repository, *flags: str, model=TINY) -> subprocess.CompletedProcess:
+    command = [sys.executable, "scripts/parity_report", f"--model={model}", *SMALL, *flags]
     return subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
 
 
@@ -42,6 +42,14 @@ def test_the_engine_says_what_a_plain_forward_says(repository):
     assert int(table["scored, whole"][1]) == 0
     assert all(0 <= float(row[3]) <= float(row[2]) <= 1e-4 for row in table.values())
     assert done.stdout.endswith("all within 0.0001\n")
+
+
+@pytest.mark.real_model
+@pytest.mark.slow
+def test_a_real_model_is_within_the_tolerance_too(repository, real_model_directory):
+    """Its activations are far larger than those of random weights: where sums lose their last bits."""
+    done = run(repository, "--prompt_tokens=40", "--chunk=20", model=real_model_directory)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_what_lies_above_the_tolerance_ends_with_1(repository):
