@@ -4,12 +4,16 @@ A middleware behind the key check: a client without a key is not read at all.
 """
 
 import asyncio
+import contextlib
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve.server.config import MAX_HEADER_BYTES, ServerConfig
 from jaxserve.server.errors import ApiError
+
+# Of a body that is too large: this much more is read, for a client that sends first and reads then.
+_READ_PAST_BYTES, _READ_PAST_S = 64 * 2**20, 2.0
 
 
 class BodyLimits:
@@ -34,6 +38,7 @@ class BodyLimits:
         if not (length.isascii() and length.isdigit()) or len(length) > 18:
             raise ApiError(400, "content-length must be a whole number")
         if int(length) > self._most:
+            await self._read_past(receive)
             raise self._too_large(length)
         num_bytes, is_complete = 0, False
 
@@ -53,11 +58,23 @@ class BodyLimits:
                 ) from None
             num_bytes += len(message.get("body", b""))
             if num_bytes > self._most:
+                await self._read_past(receive)
                 raise self._too_large(f"{num_bytes} and more")
             is_complete = message["type"] != "http.request" or not message.get("more_body", False)
             return message
 
         await self._app(scope, bounded_receive, send)
+
+    async def _read_past(self, receive: Receive) -> None:
+        """Throws away what the client is sending, so that it gets to read the answer; but not for ever."""
+        num_bytes = 0
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_READ_PAST_S):
+                while num_bytes < _READ_PAST_BYTES:
+                    message = await receive()
+                    if not message.get("more_body", False):
+                        return
+                    num_bytes += len(message["body"])
 
     def _too_large(self, got: str) -> ApiError:
         return ApiError(

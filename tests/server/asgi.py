@@ -1,4 +1,4 @@
-"""`asgi_call`: one request straight into an ASGI application, its scope chosen by the test to the last byte."""
+"""`asgi_call`: one request straight into an ASGI application, its scope chosen by the test byte by byte."""
 
 import asyncio
 import json

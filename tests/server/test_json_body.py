@@ -1,0 +1,110 @@
+"""Bodies: what is JSON, an object, shallow enough; every other one is a 400 with a reason."""
+
+import asyncio
+import json
+
+import pytest
+
+from jaxserve.server.config import MAX_JSON_DEPTH
+from jaxserve.server.errors import ApiError
+from jaxserve.server.json_body import parse_object
+from tests.server.conftest import serving
+
+
+def nested(depth: int) -> bytes:
+    return b'{"a":' + b"[" * (depth - 1) + b"]" * (depth - 1) + b"}"
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"", "valid JSON"),
+        (b"   ", "valid JSON"),
+        (b"{", "valid JSON"),
+        (b'{"a":1}{}', "trailing"),
+        (b"{'a':1}", "valid JSON"),
+        (b'{"a":NaN}', "valid JSON"),
+        (b'{"a":Infinity}', "valid JSON"),
+        (b'{"a":1e999}', "out of range"),
+        (b'{"a":' + b"9" * 5000 + b"}", "out of range"),
+        (b'{"a":"\xff"}', "valid JSON"),
+        (b'{"a":"\xed\xa0\x80"}', "valid JSON"),
+        (b'{"a":"\\ud800"}', "surrogate"),
+        (b'{"a":"x\\udc00y"}', "surrogate"),
+        (b'{"\\ud800":1}', "surrogate"),
+        (b"\xef\xbb\xbf{}", "valid JSON"),
+        (b"[]", "an array"),
+        (b'"text"', "a string"),
+        (b"null", "null"),
+        (b"true", "a boolean"),
+        (b"12", "a number"),
+        (nested(MAX_JSON_DEPTH + 1), f"at most {MAX_JSON_DEPTH} deep"),
+        (b"[" * 1_000_000, "deep"),
+        (b'{"a":' * 100_000, "deep"),
+    ],
+)
+def test_what_is_no_object_is_a_400(body, words):
+    with pytest.raises(ApiError, match=words) as caught:
+        parse_object(body)
+    assert caught.value.status == 400
+    assert caught.value.type == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {},
+        {"a": "[[[" * 100 + '"' + "\\" * 3 + "{" * 100},
+        {"a": "😀 \ud7ff é", "b": [1, 2.5, None, True, {"c": []}]},
+        {"a": list(range(100_000))},
+        {"a": "\\"},
+    ],
+)
+def test_an_object_is_what_it_says(value):
+    assert parse_object(json.dumps(value).encode()) == value
+    assert parse_object(json.dumps(value, ensure_ascii=False).encode()) == value
+
+
+def test_brackets_in_strings_are_not_nesting():
+    assert parse_object(b'{"a":"' + b"[" * 1000 + b'"}')
+    assert parse_object(nested(MAX_JSON_DEPTH))
+
+
+def test_a_pair_of_surrogates_is_one_character():
+    assert parse_object(b'{"a":"\\ud83d\\ude00"}') == {"a": "😀"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"),
+    [
+        ("application/json", 400),  # read, and found without a prompt
+        ("Application/JSON; charset=utf-8", 400),
+        ("text/plain", 415),
+        ("application/x-www-form-urlencoded", 415),
+        ("multipart/form-data; boundary=x", 415),
+        ("", 415),
+        ("application/json2", 415),
+        ("text/plain, application/json", 415),
+    ],
+)
+def test_the_content_type_is_json(kind, status):
+    """So that a page of another origin cannot post without asking first (CORS)."""
+
+    async def check():
+        async with serving() as http:
+            headers = {"content-type": kind} if kind else {}
+            reply = await http.post("/v1/completions", content=b'{"n": 1}', headers=headers)
+            assert reply.status_code == status
+            assert reply.json()["error"]["type"] == "invalid_request_error"
+
+    asyncio.run(check())
+
+
+def test_a_compressed_body_is_not_unpacked():
+    async def check():
+        async with serving() as http:
+            headers = {"content-type": "application/json", "content-encoding": "gzip"}
+            reply = await http.post("/v1/completions", content=b"\x1f\x8b", headers=headers)
+            assert reply.status_code == 415
+
+    asyncio.run(check())
