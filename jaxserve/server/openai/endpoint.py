@@ -96,8 +96,9 @@ class Endpoint:
             for task in (work, left):
                 task.cancel()
             await asyncio.gather(work, left, return_exceptions=True)
-        if is_done:
-            work.result()
+        if not is_done:
+            raise ClientGoneError
+        work.result()
 
     async def _answer(self, request: HttpRequest, body: Mapping[str, Any], send: Send) -> None:
         state = self._state
@@ -179,7 +180,7 @@ async def _stream(
     except ClientGoneError:
         raise
     except Exception as error:
-        if not is_begun:
+        if not is_begun or isinstance(error, ClientGoneError):
             raise
         data = _error_event(request, error) + sse.DONE
     await send({"type": "http.response.body", "body": data})

@@ -8,7 +8,7 @@ from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.openai.endpoint import count_sequences
 from tests.server.conftest import serving
 from tests.server.fake_client import FakeEngineClient
-from tests.server.openai.asgi import Call
+from tests.server.openai.calls import Call
 from tests.server.replies import (
     check_schema,
     error_of,
@@ -255,3 +255,15 @@ def test_the_server_never_writes_defaults_over_what_was_said():
         assert client.requests[0].sampling_params.temperature == 0
 
     _run(check, defaults=SamplingParams(temperature=0.9, max_tokens=7))
+
+
+def test_a_reader_that_takes_nothing_is_dropped():
+    async def check(http, client):
+        call = Call(http, COMPLETIONS, BODIES[COMPLETIONS] | {"stream": True, "ignore_eos": True})
+        await call.until(b"data: ")
+        call.is_read.clear()
+        await call.task
+        assert b"error" not in call.data
+        await _until_idle(client)
+
+    _run(check, settings={"send_timeout_s": 0.05}, num_pages=1024)
