@@ -75,8 +75,9 @@ def _bodies(parser_name: str, functions: Functions) -> str:
     names = [f"f{number}" for number in range(len(functions))]
     lines = [f"body: {' | '.join(names)}"]
     for rule, (name, schema) in zip(names, functions, strict=True):
-        beginning = json.dumps(f'{{"name": "{name}", "{key}": ')
-        lines.append(f'{rule}: {beginning} {rule}_arguments "}}"')
+        # Pieces as JSON has them: a longer one would hide those of JSON that begins alike.
+        pieces = ["{", '"name"', ": ", f'"{name}"', ", ", f'"{key}"', ": "]
+        lines.append(f'{rule}: {" ".join(map(json.dumps, pieces))} {rule}_arguments "}}"')
         text = json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
         lines.append(f"{rule}_arguments: %json {text}")
     return "\n".join(lines) + "\n"

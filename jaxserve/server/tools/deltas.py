@@ -63,6 +63,8 @@ class DeltaCollector:
 
     def text(self, text: str) -> None:
         """Adds text that belongs to no call."""
+        if not text:
+            return
         if self.is_blank:
             separators = self._separators if self._num_calls else ""
             if not text.strip(BLANK + separators):
