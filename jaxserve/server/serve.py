@@ -94,6 +94,7 @@ class _Life:
             http=connection_class(config),
             ws="none",
             lifespan="off",
+            interface="asgi3",
             log_config=None,
             access_log=False,
             proxy_headers=False,
@@ -127,6 +128,9 @@ class _Life:
             await serving
 
     async def _live(self, state: ServerState) -> int:
+        host, port = self._sock.getsockname()[:2]
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        logger.info("listening on %s, not ready yet: the model is loading", url)
         starting = asyncio.create_task(state.client.start())
         stopping = asyncio.create_task(self._stop.wait())
         await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -137,8 +141,7 @@ class _Life:
             return EXIT_OK
         await starting  # raises what went wrong
         state.set_loaded()
-        host, port = self._sock.getsockname()[:2]
-        logger.info("jaxserve: ready on http://%s:%d", f"[{host}]" if ":" in host else host, port)
+        logger.info("jaxserve: ready on %s", url)
         failing = asyncio.create_task(state.client.wait_failed())
         await asyncio.wait([failing, stopping], return_when=asyncio.FIRST_COMPLETED)
         if not self._stop.is_set():

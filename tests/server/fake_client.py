@@ -7,6 +7,7 @@ are the real ones.
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -23,7 +24,8 @@ from jaxserve.structured_outputs import StructuredOutputs
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.text.watcher import StopWatcher
 from tests.fakes import NUM_CANDIDATES, VOCAB_SIZE, FakeExecutor, make_engine
-from tests.llms import TINY
+
+TINY = Path(__file__).parent.parent.parent / "checkpoints" / "tiny_llama"
 
 
 class ScriptExecutor(FakeExecutor):
@@ -173,7 +175,7 @@ class FakeEngineClient:
 
     async def _run(self) -> None:
         while self.engine.has_work():
-            await asyncio.sleep(0)  # whoever reads gets his turn between two steps
+            await self.pause()  # whoever reads gets his turn between two steps
             await self.running.wait()
             try:
                 outputs = self.engine.step()
@@ -183,6 +185,10 @@ class FakeEngineClient:
             for output in outputs:
                 if output.request_id in self._inboxes:
                     self._inboxes[output.request_id].put_nowait(output)
+
+    async def pause(self) -> None:
+        """What comes between two steps."""
+        await asyncio.sleep(0)
 
     async def abort(self, request_id: str) -> None:
         output = self.engine.abort(request_id)

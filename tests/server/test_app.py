@@ -1,4 +1,4 @@
-"""What every reply has, whatever was asked: OpenAI's error object, an id, a sane method; CORS where wanted."""
+"""What every reply has, whatever was asked: OpenAI's error object, sane methods; CORS where wanted."""
 
 import asyncio
 import logging
