@@ -34,11 +34,13 @@ class BodyLimits:
             await self._app(scope, receive, send)
             return
         check_headers(scope)
-        length = Headers(scope=scope).get("content-length", "0")
+        headers = Headers(scope=scope)
+        length = headers.get("content-length", "0")
         if not (length.isascii() and length.isdigit()) or len(length) > 18:
             raise ApiError(400, "content-length must be a whole number")
         if int(length) > self._most:
-            await self._read_past(receive)
+            if "expect" not in headers:  # it waits to be told whether to send
+                await self._read_past(receive)
             raise self._too_large(length)
         num_bytes, is_complete = 0, False
 

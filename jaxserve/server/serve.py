@@ -30,6 +30,7 @@ EXIT_OK, EXIT_ENGINE_FAILED = 0, 1
 _FLUSH_S = 1.0
 # After the engine has failed, /health says so for so long before the port goes away.
 _FAILED_LINGER_S = 3.0
+_SEND_BUFFER_BYTES = 256 * 1024
 _KEEP_ALIVE_S = 75  # longer than the proxies in front of a server usually keep theirs
 
 logger = logging.getLogger("jaxserve.server")
@@ -43,10 +44,13 @@ def listen(host: str, port: int) -> socket.socket:
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=2048)
+        sock = socket.create_server((host, port), family=family, backlog=2048)
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"cannot listen on {host} port {port}: {reason}") from None
+    # Its connections inherit this: what the system holds for a client that does not read is bounded too.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+    return sock
 
 
 def run_server(config: ServerConfig, make_client: Callable[[], EngineClient]) -> int:

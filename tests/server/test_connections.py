@@ -1,0 +1,234 @@
+"""Over real sockets: what is no HTTP, what is too large, what is too slow to send or to read."""
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from jaxserve.server.config import MAX_HEADER_BYTES
+from tests.server.processes import PATIENCE_S, ServerProcess
+
+SCRIPT = "one two three four five six seven eight nine ten"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    config = {"body_timeout_s": 1.0, "send_timeout_s": 1.0, "max_body_bytes": 100_000}
+    client = {"script": SCRIPT, "max_model_len": 30_000, "num_pages": 20_000}
+    with ServerProcess.fake(config=config, **client) as server:
+        yield server.wait_ready()
+        assert server.stop() == 0
+        assert "Traceback" not in server.log
+
+
+def connect(server: ServerProcess) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S)
+
+
+def read_all(sock: socket.socket) -> bytes:
+    """Everything until the server closes the connection."""
+    data = b""
+    try:
+        while piece := sock.recv(65536):
+            data += piece
+    except ConnectionResetError:
+        pass
+    return data
+
+
+def talk(server: ServerProcess, data: bytes) -> tuple[int, dict]:
+    """(status, JSON body) of the last answer to some bytes; the connection is closed behind it."""
+    with connect(server) as sock:
+        sock.sendall(data)
+        return parsed(read_all(sock))
+
+
+def parsed(answer: bytes) -> tuple[int, dict]:
+    head, _, body = answer.rpartition(b"\r\n\r\n")
+    assert head, answer
+    return int(head.split(b"\r\n")[0].split(b" ")[1]), json.loads(body) if body else {}
+
+
+def post(path: str, body: bytes, *headers: str) -> bytes:
+    lines = [
+        f"POST {path} HTTP/1.1",
+        "Host: x",
+        "Content-Type: application/json",
+        f"Content-Length: {len(body)}",
+        *headers,
+    ]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+CLOSE = "Connection: close"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00",  # TLS to a port without it
+        b"hello\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"GET / HTTP/9.9\r\nHost: x\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST /tokenize HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip, chunked, x\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nBad header\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: x\r\nX: a\x00b\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    ],
+)
+def test_what_is_no_http_is_a_400_in_openais_shape(server, data):
+    status, reply = talk(server, data)
+    assert status == 400
+    assert reply["error"]["type"] == "invalid_request_error"
+    assert reply["error"]["code"] == "invalid_http"
+
+
+def test_a_chunk_that_is_none_is_a_400_or_ends_the_connection(server):
+    head = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
+    head += b"Content-Type: application/json\r\n\r\n"
+    with connect(server) as sock:
+        sock.sendall(head + b"zz\r\n{}\r\n0\r\n\r\n")
+        answer = read_all(sock)
+    assert not answer or parsed(answer)[0] == 400
+
+
+def test_a_chunked_body_is_read(server):
+    head = (
+        b"POST /tokenize HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n"
+    )
+    head += b"Content-Type: application/json\r\n\r\n"
+    with connect(server) as sock:
+        sock.sendall(head + b'a\r\n{"prompt":\r\n5\r\n"hi"}\r\n0\r\n\r\n')
+        answer = read_all(sock)
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert b'"count"' in answer
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"a" * MAX_HEADER_BYTES,
+        b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"X: a\r\n" * MAX_HEADER_BYTES,
+        b"GET /" + b"a" * MAX_HEADER_BYTES + b" HTTP/1.1\r\nHost: x\r\n",
+        b"GET /" + b"a" * (4 * MAX_HEADER_BYTES),
+    ],
+    ids=["one header", "many headers", "a path", "a path without end"],
+)
+@pytest.mark.parametrize("is_whole", [False, True], ids=["cut off", "whole"])
+def test_headers_without_end_are_a_431(server, head, is_whole):
+    status, reply = talk(server, head + (b"\r\n\r\n" if is_whole else b""))
+    assert status in ((431, 400) if is_whole and b"HTTP" not in head else (431,))
+    assert reply["error"]["code"] in ("headers_too_large", "invalid_http")
+
+
+def test_a_body_that_is_too_large_is_a_413_that_its_sender_can_read(server):
+    status, reply = talk(server, post("/tokenize", b'{"prompt":"' + b"a" * 3_000_000 + b'"}'))
+    assert status == 413
+    assert "100000" in reply["error"]["message"]
+    head = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
+    head += b"Content-Type: application/json\r\n\r\n"
+    chunk = b"2710\r\n" + b"a" * 10_000 + b"\r\n"
+    assert talk(server, head + chunk * 20 + b"0\r\n\r\n")[0] == 413
+
+
+def test_a_client_that_asks_before_it_sends_is_told_not_to(server):
+    head = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head += b"Content-Length: 1000000\r\nExpect: 100-continue\r\n\r\n"
+    status, _ = talk(server, head)
+    assert status == 413
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (b"", 408),
+        (b"GET /health HT", 408),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\n", 408),
+        (post("/tokenize", b"{" * 10)[:-1], 408),
+    ],
+    ids=["nothing", "half a line", "no end of headers", "half a body"],
+)
+def test_a_client_that_stops_sending_is_given_up(server, data, status):
+    assert talk(server, data)[0] == status
+
+
+def test_a_client_that_sends_a_byte_at_a_time_gains_no_time(server):
+    with connect(server) as sock:
+        started = time.monotonic()
+        for byte in b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 1000:
+            try:
+                sock.sendall(bytes([byte]))
+            except OSError:
+                break
+            time.sleep(0.05)
+            if time.monotonic() > started + 20:
+                raise AssertionError("it is still listened to")
+        assert parsed(read_all(sock))[0] == 408
+
+
+def test_requests_behind_each_other_on_one_connection(server):
+    one = post("/tokenize", b'{"prompt": "hi"}')
+    with connect(server) as sock:
+        sock.sendall(one * 3 + post("/tokenize", b"[]", CLOSE))
+        answer = read_all(sock)
+    assert answer.count(b"HTTP/1.1 200 OK") == 3
+    assert answer.count(b"HTTP/1.1 400 ") == 1
+
+
+def test_http_1_0_and_head(server):
+    with connect(server) as sock:
+        sock.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+        assert read_all(sock).startswith(b"HTTP/1.1 200 OK")
+    with connect(server) as sock:
+        sock.sendall(b"HEAD /v1/models HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        head, _, body = read_all(sock).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK")
+    assert not body
+
+
+def test_an_upgrade_is_answered_as_a_plain_request(server):
+    upgrade = "GET /health HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+    upgrade += "Sec-WebSocket-Key: x\r\nSec-WebSocket-Version: 13\r\n\r\n"
+    with connect(server) as sock:
+        sock.sendall(upgrade.encode())
+        assert sock.recv(100).startswith(b"HTTP/1.1 200 OK")
+
+
+def test_a_client_that_does_not_read_is_dropped_and_disturbs_nobody(server):
+    body = {
+        "prompt": "hi",
+        "max_tokens": 29_000,
+        "ignore_eos": True,
+        "stream": True,
+        "logprobs": 5,
+        "n": 2,
+    }
+    with socket.socket() as sock, server.http() as http:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(("127.0.0.1", server.port))
+        sock.sendall(post("/v1/completions", json.dumps(body).encode(), "X-Request-Id: slow"))
+        server.wait_until(lambda: http.get("/load").json()["server_load"] == 1)
+        for _ in range(3):
+            reply = http.post("/v1/completions", json={"prompt": "hi", "max_tokens": 5})
+            assert reply.json()["choices"][0]["text"].startswith("one two")
+        server.wait_for_line("request slow: dropped, its client read nothing for 1 s")
+        server.wait_until(lambda: http.get("/load").json()["server_load"] == 0)
+        assert b"[DONE]" not in read_all(sock)
+
+
+def test_a_client_that_leaves_in_the_middle_is_aborted(server):
+    body = b'{"prompt": "hi", "max_tokens": 29000, "ignore_eos": true, "stream": true}'
+    with server.http() as http:
+        with connect(server) as sock:
+            sock.sendall(post("/v1/completions", body))
+            assert sock.recv(1000).startswith(b"HTTP/1.1 200 OK")
+        server.wait_until(lambda: http.get("/load").json()["server_load"] == 0)
+        with connect(server) as sock:  # not streamed
+            sock.sendall(post("/v1/completions", body.replace(b"true}", b"false}")))
+            server.wait_until(lambda: http.get("/load").json()["server_load"] == 1)
+        server.wait_until(lambda: http.get("/load").json()["server_load"] == 0)
