@@ -1,6 +1,6 @@
 """`make_app`: the ASGI application, from the features' routes and what every request passes first.
 
-    request id, access line -> (CORS) -> errors -> key -> limits -> exit stack -> routes
+    counts, request id, access line -> (CORS) -> errors -> key -> limits -> exit stack -> routes
 
 A feature is a module with `routes(state)` and a line in `_FEATURES`. Invariant: every reply but a
 feature's own is OpenAI's error object, whatever went wrong, and carries X-Request-Id.
@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import BaseRoute, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxserve.server import health, models, tokenize
+from jaxserve.server import health, metrics, models, tokenize
 from jaxserve.server.auth import Auth
 from jaxserve.server.body_limits import BodyLimits
 from jaxserve.server.errors import as_api_error, internal_error
@@ -24,7 +24,7 @@ from jaxserve.server.request_ids import RequestIds, request_id_of
 from jaxserve.server.slow_readers import ClientGoneError, SlowReaders
 from jaxserve.server.state import ServerState
 
-_FEATURES = (health, models, tokenize, completions, chat)
+_FEATURES = (health, models, tokenize, completions, chat, metrics)
 
 logger = logging.getLogger("jaxserve.server")
 
@@ -36,7 +36,8 @@ def all_routes(state: ServerState) -> list[BaseRoute]:
 
 def make_app(state: ServerState) -> ASGIApp:
     """The server's ASGI application."""
-    app: ASGIApp = ExitStacks(Router(all_routes(state), redirect_slashes=False))
+    routes = all_routes(state)
+    app: ASGIApp = ExitStacks(Router(routes, redirect_slashes=False))
     app = SlowReaders(BodyLimits(app, state.config), state.config.send_timeout_s)
     app = Auth(app, state.config.api_key_digests)
     app = ErrorReplies(app)
@@ -48,7 +49,7 @@ def make_app(state: ServerState) -> ASGIApp:
             allow_headers=["*"],
             expose_headers=["X-Request-Id"],
         )
-    return RequestIds(app)
+    return metrics.HttpCounts(RequestIds(app), state.metrics, routes)
 
 
 class ExitStacks:

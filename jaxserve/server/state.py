@@ -27,6 +27,7 @@ from jaxserve.server.config import ServerConfig
 from jaxserve.server.encoder import Encoder
 from jaxserve.server.errors import ApiError, unavailable
 from jaxserve.server.json_body import read_object
+from jaxserve.server.measures import Metrics
 from jaxserve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("jaxserve.server")
@@ -44,6 +45,7 @@ class ServerState:
         self.config = config
         self.client = client
         self.encoder = Encoder(config.num_encoder_threads)
+        self.metrics = Metrics()
         self.created = int(time.time())
         self.is_draining = False
         self.num_requests = 0  # HTTP requests that generate and are not answered yet
@@ -184,7 +186,10 @@ class ServerState:
         ends = [None if limit is None else arrived + limit for limit in limits]
         first = min((end for end in ends if end is not None), default=None)
         has_begun = False
-        async with contextlib.aclosing(self.client.generate(request)) as outputs:
+        async with (
+            self.metrics.generation(request, arrived) as measured,
+            contextlib.aclosing(self.client.generate(request)) as outputs,
+        ):
             while True:
                 try:
                     async with asyncio.timeout_at(ends[1] if has_begun else first):
@@ -193,6 +198,7 @@ class ServerState:
                     raise self._too_late(is_queued=not has_begun) from None
                 if output is None:
                     return
+                measured.output(output)
                 if not has_begun and any(one.token_ids for one in output.outputs):
                     has_begun = True
                     place.started()

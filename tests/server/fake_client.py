@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxserve.async_engine.protocol import ServedModel
-from jaxserve.async_engine.report import EngineReport
+from jaxserve.async_engine.report import EngineReport, ReportCollector
 from jaxserve.constraints.constraint import allows
 from jaxserve.constraints.grammar import GrammarCompiler
 from jaxserve.engine import Engine
@@ -90,6 +90,7 @@ class FakeEngineClient:
         kind = FakeExecutor if script is None else ScriptExecutor
         self._max_num_seqs = int(options.get("max_num_seqs", 8))  # type: ignore[call-overload]
         self.engine: Engine = make_engine(executor_class=kind, **options)
+        self._collector = ReportCollector(self.engine)
         self.running = asyncio.Event()
         self.running.set()
         self.requests: list[Request] = []
@@ -199,7 +200,7 @@ class FakeEngineClient:
         return self.engine.stats()
 
     async def report(self, *, since_step: int = 0, with_pages: bool = False) -> EngineReport:
-        return EngineReport(stats=self.engine.stats())
+        return self._collector.report(since_step=since_step, with_pages=with_pages)
 
     async def reset_prefix_cache(self) -> None:
         self.engine.scheduler.kv.clear_cache()
