@@ -250,6 +250,7 @@ def main(argv: Sequence[str]) -> int:
     configure_logging(given["verbosity"])
     options = engine_options(values)
     check_engine_options(options)
+    config = ServerConfig(**server_settings(given))
     try:
         from jaxserve.async_engine.process import ProcessEngine
         from jaxserve.server.serve import run_server
@@ -257,7 +258,6 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(
             f"the server needs the package {error.name}: pip install 'jaxserve[serve]'"
         ) from None
-    config = ServerConfig(**server_settings(given))
     return run_server(
         config,
         lambda: ProcessEngine(
