@@ -64,6 +64,20 @@ class ChatTemplate:
         """Jinja source of the template for conversations with tools, if there is one."""
         return self._templates[TOOL_USE].source if TOOL_USE in self._templates else self.source
 
+    def check_source(self) -> None:
+        """Compiles all templates now instead of with the first chat.
+
+        Raises:
+            CheckpointError: one of them is no template.
+        """
+        try:
+            for template in self._templates.values():
+                _ = template.compiled
+        except jinja2.TemplateSyntaxError as error:
+            raise CheckpointError(
+                f"the chat template is not Jinja: line {error.lineno}: {error.message}"
+            ) from error
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -135,19 +149,6 @@ class _Template:
 
     def __init__(self, source: str) -> None:
         self.source = source
-
-    def check_source(self) -> None:
-        """Compiles the template now instead of with the first chat.
-
-        Raises:
-            CheckpointError: it is no template.
-        """
-        try:
-            _ = self._compiled
-        except jinja2.TemplateSyntaxError as error:
-            raise CheckpointError(
-                f"the chat template is not Jinja: line {error.lineno}: {error.message}"
-            ) from error
 
     @cached_property
     def variables(self) -> set[str]:
