@@ -19,12 +19,12 @@ from jaxserve.server import health, metrics, models, tokenize
 from jaxserve.server.auth import Auth
 from jaxserve.server.body_limits import BodyLimits
 from jaxserve.server.errors import as_api_error, internal_error
-from jaxserve.server.openai import chat, completions
+from jaxserve.server.openai import chat, completions, openapi
 from jaxserve.server.request_ids import RequestIds, request_id_of
 from jaxserve.server.slow_readers import ClientGoneError, SlowReaders
 from jaxserve.server.state import ServerState
 
-_FEATURES = (health, models, tokenize, completions, chat, metrics)
+_FEATURES = (health, models, tokenize, completions, chat, openapi, metrics)
 
 logger = logging.getLogger("jaxserve.server")
 

@@ -11,7 +11,15 @@ from jaxserve.errors import InvalidRequestError, shown
 from jaxserve.field_checks import checked_token_ids
 from jaxserve.server.openai import chat
 from jaxserve.server.openai.endpoint import what_is_served
-from jaxserve.server.openai.fields import BOOLEAN, STRING, Field, UnknownFields, read_fields, table
+from jaxserve.server.openai.fields import (
+    BOOLEAN,
+    STRING,
+    TOKEN_ID,
+    Field,
+    UnknownFields,
+    read_fields,
+    table,
+)
 from jaxserve.server.openai.logprobs import TokenNames
 from jaxserve.server.state import ServerState
 
@@ -40,7 +48,7 @@ DETOKENIZE_FIELDS = table(
     chat.FIELDS["model"],
     Field(
         name="tokens",
-        schema={"type": "array", "items": {"type": "integer", "minimum": 0}},
+        schema={"type": "array", "items": TOKEN_ID},
         doc="Token ids.",
         required=True,
     ),

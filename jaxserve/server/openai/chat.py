@@ -44,13 +44,48 @@ URL = "/v1/chat/completions"
 MAX_TEMPLATE_TEXT = 256  # characters of a text among chat_template_kwargs
 #: What a body may tell a chat template: texts, numbers and booleans under these names alone.
 TEMPLATE_NAMES = ("enable_thinking", "thinking", "reasoning_effort", "date_string")
-_OBJECTS = {"type": "array", "items": {"type": "object"}}
+_TEXT_PART = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+}
+_MESSAGE = {
+    "type": "object",
+    "required": ["role", "content"],
+    "properties": {
+        "role": {"type": "string"},
+        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}]},
+    },
+}
+_TOOL = {
+    "type": "object",
+    "required": ["type", "function"],
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "required": ["name"],
+            "properties": {
+                "name": {"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,64}$"},
+                "description": {"type": ["string", "null"]},
+                "parameters": {"type": ["object", "null"]},
+                "strict": {"type": ["boolean", "null"]},
+            },
+        },
+    },
+}
+_TEMPLATE_VALUE = {
+    "anyOf": [
+        {"type": ["boolean", "number", "null"]},
+        {"type": "string", "maxLength": MAX_TEMPLATE_TEXT},
+    ]
+}
 
 FIELDS = table(
     *COMMON_FIELDS,
     Field(
         name="messages",
-        schema=_OBJECTS | {"minItems": 1},
+        schema={"type": "array", "items": _MESSAGE, "minItems": 1},
         doc="Objects with a role and a content: a text, or parts of the type text, which are joined.",
         required=True,
     ),
@@ -67,7 +102,7 @@ FIELDS = table(
     ),
     Field(
         name="tools",
-        schema=_OBJECTS | {"maxItems": MAX_TOOLS},
+        schema={"type": "array", "items": _TOOL, "maxItems": MAX_TOOLS},
         doc="Functions that the model may call.",
     ),
     Field(
@@ -89,7 +124,11 @@ FIELDS = table(
     ),
     Field(
         name="chat_template_kwargs",
-        schema={"type": "object"},
+        schema={
+            "type": "object",
+            "properties": dict.fromkeys(TEMPLATE_NAMES, _TEMPLATE_VALUE),
+            "additionalProperties": False,
+        },
         doc=f"Values for the chat template; only {', '.join(TEMPLATE_NAMES)}.",
     ),
     refused_field("chat_template", "this server renders with its own template alone"),

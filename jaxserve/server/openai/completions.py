@@ -20,6 +20,7 @@ from jaxserve.server.openai.fields import (
     BOOLEAN,
     COMMON_FIELDS,
     STRING,
+    TOKEN_ID,
     Field,
     make_sampling_params,
     read_fields,
@@ -33,7 +34,7 @@ from jaxserve.server.state import ServerState
 URL = "/v1/completions"
 MAX_PROMPTS = 2048
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, where the checkpoint recommends no other
-_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
+_IDS = {"type": "array", "minItems": 1, "items": TOKEN_ID}
 _TEXT = {"type": "string", "minLength": 1}
 
 FIELDS = table(

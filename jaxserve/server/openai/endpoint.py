@@ -180,7 +180,7 @@ async def _stream(
     except ClientGoneError:
         raise
     except Exception as error:
-        if not is_begun or isinstance(error, ClientGoneError):
+        if not is_begun:
             raise
         data = _error_event(request, error) + sse.DONE
     await send({"type": "http.response.body", "body": data})

@@ -15,6 +15,7 @@ from jaxserve import sampling_params as limits
 from jaxserve.errors import InvalidRequestError, shown
 from jaxserve.field_checks import is_int, is_real, require
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.server.openai.response_format import TYPES
 
 MAX_UNKNOWN_NAMES = 1000  # remembered; the names behind them are not said
 Use = Literal["sampling", "own", "ignored", "refused"]
@@ -72,7 +73,8 @@ def refused_field(name: str, doc: str) -> Field:
 
 BOOLEAN: dict[str, Any] = {"type": "boolean"}
 STRING: dict[str, Any] = {"type": "string"}
-_TOKEN_ID = _integer(0, 2**31 - 1)
+#: The model's own limit, which is smaller, is held by the engine and told by /openapi.json.
+TOKEN_ID = {**_integer(0, 2**31 - 1), "format": "token-id"}
 _TEXT = {"type": "string", "minLength": 1}
 _STOP = _TEXT | {"maxLength": limits.MAX_STOP_LENGTH}
 _MOST_TOKENS = "Most tokens to generate; clamped where the context ends."
@@ -101,7 +103,7 @@ SAMPLING_FIELDS = (
     ),
     _sampling(
         "stop_token_ids",
-        {"type": "array", "items": _TOKEN_ID, "maxItems": limits.MAX_STOP_TOKEN_IDS},
+        {"type": "array", "items": TOKEN_ID, "maxItems": limits.MAX_STOP_TOKEN_IDS},
         "Token ids that end the output.",
     ),
     _sampling("include_stop_str_in_output", BOOLEAN, "Keep the stop string in the text."),
@@ -123,7 +125,7 @@ SAMPLING_FIELDS = (
             "items": {
                 "anyOf": [
                     _TEXT | {"maxLength": limits.MAX_BAD_WORD_LENGTH},
-                    {"type": "array", "items": _TOKEN_ID, "minItems": 1},
+                    {"type": "array", "items": TOKEN_ID, "minItems": 1},
                 ]
             },
         },
@@ -131,7 +133,7 @@ SAMPLING_FIELDS = (
     ),
     _sampling(
         "allowed_token_ids",
-        {"type": "array", "items": _TOKEN_ID, "minItems": 1},
+        {"type": "array", "items": TOKEN_ID, "minItems": 1},
         "Nothing else is sampled.",
     ),
     _sampling(
@@ -143,7 +145,19 @@ SAMPLING_FIELDS = (
     _sampling("skip_special_tokens", BOOLEAN, "Leave special tokens out of the text."),
     _sampling(
         "structured_outputs",
-        {"type": "object"},
+        {
+            "type": "object",
+            "minProperties": 1,
+            "maxProperties": 1,
+            "additionalProperties": False,
+            "properties": {
+                "json": {"type": ["object", "string"]},
+                "json_object": {"const": True},
+                "regex": {"type": "string"},
+                "choice": {"type": "array", "items": {"type": "string"}, "minItems": 1},
+                "grammar": {"type": "string"},
+            },
+        },
         "What the text must be: one of json, json_object, regex, choice, grammar.",
     ),
 )
@@ -166,7 +180,7 @@ COMMON_FIELDS = (
     ),
     Field(
         name="response_format",
-        schema={"type": "object", "required": ["type"]},
+        schema={"type": "object", "required": ["type"], "properties": {"type": {"enum": [*TYPES]}}},
         doc='{"type": "text" | "json_object" | "json_schema", "json_schema": {"name", "schema"}}.',
     ),
     Field(name="priority", schema=_integer(-(2**31), 2**31 - 1), doc="Smaller is sooner."),
