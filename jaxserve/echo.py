@@ -22,14 +22,28 @@ def with_prompts_first(
     parts: Iterable[RequestOutput], prompt_token_ids: Sequence[int], prompt_text: str
 ) -> Iterator[RequestOutput]:
     """The parts of a stream, in which the first piece of each choice begins with the prompt."""
-    begun: set[int] = set()
+    first = PromptFirst(prompt_token_ids, prompt_text)
     for part in parts:
+        yield first(part)
+
+
+class PromptFirst:
+    """The same part by part, for one stream: a call gives each part as it is shown.
+
+    Args:
+        prompt_token_ids, prompt_text: the prompt.
+    """
+
+    def __init__(self, prompt_token_ids: Sequence[int], prompt_text: str):
+        self._prompt = (prompt_token_ids, prompt_text)
+        self._begun: set[int] = set()
+
+    def __call__(self, part: RequestOutput) -> RequestOutput:
         outputs = [
-            one if one.index in begun else _begun(one, prompt_token_ids, prompt_text)
-            for one in part.outputs
+            one if one.index in self._begun else _begun(one, *self._prompt) for one in part.outputs
         ]
-        begun |= {one.index for one in outputs}
-        yield replace(part, outputs=outputs)
+        self._begun |= {one.index for one in outputs}
+        return replace(part, outputs=outputs)
 
 
 def _begun(

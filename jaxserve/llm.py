@@ -9,7 +9,6 @@ It owns a tokenizer and an `Engine`; `add` and `step` are the same loop in the o
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from jaxserve.config import EngineConfig
@@ -26,18 +25,15 @@ from jaxserve.llm_arguments import (
     as_prompts,
     one_per_prompt,
 )
+from jaxserve.prepare import Preparer
 from jaxserve.request import CacheSalt, Request, RequestOutput, merge_outputs
 from jaxserve.sampling_params import BeamParams, SamplingParams
 from jaxserve.score import Score, score_of, score_request, starts_of
-from jaxserve.structured_outputs import StructuredOutputs
-from jaxserve.text.bad_words import bad_word_ids
 from jaxserve.text.tokenizer import Tokenizer
-from jaxserve.text.watcher import StopWatcher, TokenWatcher
 from jaxserve.weights.load_model import load_model
 
 if TYPE_CHECKING:
     from jaxserve.build import StartupTimes
-    from jaxserve.constraints.grammar import GrammarCompiler, GrammarConstraint
 
 
 class LLM:
@@ -69,7 +65,12 @@ class LLM:
         self.startup: StartupTimes
         self.engine, self.startup = build_engine(config, loaded)
         self._tokenizer = loaded.tokenizer
-        self._compiler: GrammarCompiler | None = None
+        #: What the tokenizer adds to requests on their way into the engine.
+        self.preparer = Preparer(
+            loaded.tokenizer,
+            eos_token_ids=self.engine.eos_token_ids,
+            vocab_size=self.engine.vocab_size,
+        )
         self._num_added = 0
         # Several callers may drive the one engine in turn (a generate inside a stream's loop): what a
         # step releases goes to the inbox of the caller that waits for it, else to whoever calls `step`.
@@ -138,50 +139,12 @@ class LLM:
         request = Request(
             id=request_id,
             prompt_token_ids=prompt_token_ids,
-            sampling_params=self._with_ids(params),
+            sampling_params=params,
             priority=priority,
             cache_salt=cache_salt,
         )
-        self.engine.add(request, self._watchers(params), self._grammars(params))
+        self.engine.add(*self.preparer.prepare(request))
         self._num_added += 1
-
-    def _with_ids(self, params: SamplingParams) -> SamplingParams:
-        """Params whose bad words are token ids."""
-        if self._tokenizer is None or not isinstance(params, SamplingParams):
-            return params  # the engine refuses texts by name
-        if not any(isinstance(word, str) for word in params.bad_words):
-            return params
-        return replace(params, bad_words=bad_word_ids(self._tokenizer, params.bad_words))
-
-    def _watchers(self, params: SamplingParams) -> list[TokenWatcher] | None:
-        """One for each choice."""
-        if self._tokenizer is None:
-            return None  # the engine refuses stop strings by name
-        return [
-            StopWatcher(
-                self._tokenizer,
-                stop=params.stop,
-                include_stop_str_in_output=params.include_stop_str_in_output,
-                skip_special_tokens=params.skip_special_tokens,
-                min_tokens=params.min_tokens,
-            )
-            for _ in range(params.n)
-        ]
-
-    def _grammars(self, params: SamplingParams) -> list["GrammarConstraint"] | None:
-        """One for each choice, of a request that asks for structured outputs."""
-        if self._tokenizer is None or params.structured_outputs is None:
-            return None  # without a tokenizer the engine refuses them by name
-        if self._compiler is None:
-            from jaxserve.constraints.grammar import GrammarCompiler  # for those who ask for them
-
-            self._compiler = GrammarCompiler(
-                self._tokenizer.to_json(),
-                end_ids=self.engine.eos_token_ids,
-                vocab_size=self.engine.vocab_size,
-            )
-        wanted = StructuredOutputs.from_value(params.structured_outputs)
-        return [self._compiler.constraint(wanted) for _ in range(params.n)]
 
     def has_work(self) -> bool:
         """Whether `step` has something to do or to hand out."""
@@ -254,8 +217,7 @@ class LLM:
             Request(id=self._new_id(i), prompt_token_ids=self.encode(prompt), beam=params)
             for i, prompt in enumerate(as_prompts(prompts))
         ]
-        outputs = self._finish([(request, None) for request in requests])
-        return [self._with_texts(output, params) for output in outputs]
+        return [self.preparer.with_texts(output, params) for output in self._finish(requests)]
 
     def score(
         self, prompts: Prompt | Sequence[Prompt], *, start: int | Sequence[int] = 0
@@ -281,20 +243,7 @@ class LLM:
             score_request(self._new_id(i), ids, begin)
             for i, (ids, begin) in enumerate(zip(several, starts, strict=True))
         ]
-        outputs = self._finish([(request, None) for request in requests])
-        return list(map(score_of, requests, outputs))
-
-    def _with_texts(self, output: RequestOutput, params: BeamParams) -> RequestOutput:
-        if self._tokenizer is None:
-            return output
-        skip = params.skip_special_tokens
-        completions = []
-        for (
-            one
-        ) in output.outputs:  # as without beams, the token that ended it is no part of the text
-            shown_ids = one.token_ids[:-1] if one.finish_reason == "stop" else one.token_ids
-            completions.append(replace(one, text=self.decode(shown_ids, skip_special_tokens=skip)))
-        return replace(output, outputs=completions)
+        return list(map(score_of, requests, self._finish(requests)))
 
     def chat(
         self,
@@ -331,9 +280,9 @@ class LLM:
         request = Request(
             id=self._new_id(),
             prompt_token_ids=prompt_token_ids,
-            sampling_params=self._with_ids(params),
+            sampling_params=params,
         )
-        self._open(request, self._watchers(params))
+        self._open(request)
         outputs = self._outputs(request.id)
         if params.echo:
             outputs = with_prompts_first(outputs, prompt_token_ids, self._prompt_text(request))
@@ -345,9 +294,9 @@ class LLM:
     def _new_id(self, offset: int = 0) -> str:
         return f"llm-{self._num_added + offset}"
 
-    def _open(self, request: Request, watchers: list[TokenWatcher] | None) -> None:
+    def _open(self, request: Request) -> None:
         """Queues a request whose outputs go to an inbox of its own."""
-        self.engine.add(request, watchers, self._grammars(request.sampling_params))
+        self.engine.add(*self.preparer.prepare(request))
         self._num_added += 1
         self._inboxes[request.id] = deque()
 
@@ -366,12 +315,11 @@ class LLM:
             Request(
                 id=self._new_id(i),
                 prompt_token_ids=token_ids,
-                sampling_params=self._with_ids(one),
+                sampling_params=one,
             )
             for i, (token_ids, one) in enumerate(zip(prompts, params, strict=True))
         ]
-        watchers = map(self._watchers, params)
-        outputs = self._finish(list(zip(requests, watchers, strict=True)))
+        outputs = self._finish(requests)
         return [
             with_prompt(output, request.prompt_token_ids, self._prompt_text(request))
             if request.sampling_params.echo
@@ -383,14 +331,12 @@ class LLM:
         skip = request.sampling_params.skip_special_tokens
         return self.decode(request.prompt_token_ids, skip_special_tokens=skip)
 
-    def _finish(
-        self, requests: list[tuple[Request, list[TokenWatcher] | None]]
-    ) -> list[RequestOutput]:
+    def _finish(self, requests: list[Request]) -> list[RequestOutput]:
         """Runs requests to their end; each one's whole output."""
         added: list[str] = []
         try:
-            for request, watchers in requests:
-                self._open(request, watchers)
+            for request in requests:
+                self._open(request)
                 added.append(request.id)
             return [merge_outputs(list(self._outputs(i))) for i in added]
         finally:  # a bad prompt or Ctrl-C: the others must not stay behind in the engine

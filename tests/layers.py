@@ -2,7 +2,7 @@
 
     cli, __main__                                                              9
     server, cluster                                                            8
-    llm, llm_arguments, async_engine, the package's own __init__               7
+    llm, llm_arguments, prepare, async_engine, the package's own __init__               7
     build                                                                      6
     device, weights, plan.simulate                                             5
     engine, step_loop, groups                                                  4
@@ -50,6 +50,7 @@ LEVELS = {
     "jaxserve.build": 6,
     "jaxserve.llm": 7,
     "jaxserve.llm_arguments": 7,
+    "jaxserve.prepare": 7,
     "jaxserve.async_engine": 7,
     "jaxserve.server": 8,
     "jaxserve.cluster": 8,

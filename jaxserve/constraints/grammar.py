@@ -12,11 +12,13 @@ Invariant: what a constraint allows depends on the output tokens alone. A sequen
     rewind, a preemption, a fork) takes its grammar back with it.
 """
 
+import contextlib
 import json
 import re
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -78,7 +80,9 @@ class GrammarCompiler:
         self._time_limit_s = time_limit_s
         self._tokenizer: LLTokenizer | None = None
         self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()  # by last use
-        self._one_at_a_time = threading.Lock()
+        self._being_compiled: dict[tuple[str, str], Future[LLMatcher]] = {}
+        self._one_at_a_time = threading.Lock()  # held for no longer than a look-up
+        self._tables_lock = threading.Lock()
 
     def constraint(self, wanted: StructuredOutputs) -> "GrammarConstraint":
         """A constraint for one new sequence.
@@ -87,17 +91,46 @@ class GrammarCompiler:
             InvalidRequestError: the grammar is wrong, unsupported, too large or matches nothing; the
                 tokenizer cannot serve grammars; the model has no end set.
         """
-        field = f"{NAME}.{wanted.kind}"
         key = (wanted.kind, _text_of(wanted))
+        return GrammarConstraint(self._matcher(key).deep_copy(), self._end_ids, self._sampled)
+
+    def has(self, wanted: StructuredOutputs) -> bool:
+        """Whether this grammar is kept: its next constraint costs nothing."""
+        with self._one_at_a_time:
+            return (wanted.kind, _text_of(wanted)) in self._compiled
+
+    def load_tables(self) -> None:
+        """Builds the tokenizer's tables now; does nothing where it cannot serve grammars."""
+        with contextlib.suppress(InvalidRequestError):
+            self._loaded_tokenizer()
+
+    def _matcher(self, key: tuple[str, str]) -> LLMatcher:
+        """Compiled once, however many ask for it meanwhile; other grammars do not wait for it."""
         with self._one_at_a_time:
             matcher = self._compiled.get(key)
-            if matcher is None:
-                matcher = self._compile(field, *key)
-                self._compiled[key] = matcher
-                if len(self._compiled) > self._max_compiled:
-                    self._compiled.popitem(last=False)
-            self._compiled.move_to_end(key)
-            return GrammarConstraint(matcher.deep_copy(), self._end_ids, self._sampled)
+            if matcher is not None:
+                self._compiled.move_to_end(key)
+                return matcher
+            future = self._being_compiled.get(key)
+            is_first = future is None
+            if future is None:
+                future = self._being_compiled[key] = Future()
+        if not is_first:
+            return future.result()
+        try:
+            matcher = self._compile(f"{NAME}.{key[0]}", *key)
+        except BaseException as error:
+            with self._one_at_a_time:
+                del self._being_compiled[key]
+            future.set_exception(error)
+            raise
+        with self._one_at_a_time:
+            del self._being_compiled[key]
+            self._compiled[key] = matcher
+            if len(self._compiled) > self._max_compiled:
+                self._compiled.popitem(last=False)
+        future.set_result(matcher)
+        return matcher
 
     def _compile(self, field: str, kind: str, text: str) -> LLMatcher:
         tokenizer = self._loaded_tokenizer()
@@ -121,14 +154,18 @@ class GrammarCompiler:
                 f"{NAME} needs an end token, and this model has none: its text would never end",
                 param=NAME,
             )
-        if self._tokenizer is None:
-            try:
-                self._tokenizer = LLTokenizer(self._tokenizer_json, eos_token=list(self._end_ids))
-            except ValueError as error:
-                raise InvalidRequestError(
-                    f"{NAME} cannot be served with this checkpoint's tokenizer: {error}", param=NAME
-                ) from error
-        return self._tokenizer
+        with self._tables_lock:
+            if self._tokenizer is None:
+                try:
+                    self._tokenizer = LLTokenizer(
+                        self._tokenizer_json, eos_token=list(self._end_ids)
+                    )
+                except ValueError as error:
+                    raise InvalidRequestError(
+                        f"{NAME} cannot be served with this checkpoint's tokenizer: {error}",
+                        param=NAME,
+                    ) from error
+            return self._tokenizer
 
 
 class GrammarConstraint:

@@ -1,0 +1,41 @@
+"""What a loop runs: an `LLM`'s engine with its preparer, and what clients may know of it.
+
+Called in the thread or the process that will drive the engine.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from jaxserve.async_engine.engine_loop import Served
+from jaxserve.async_engine.protocol import ServedModel
+
+if TYPE_CHECKING:
+    from jaxserve.llm import LLM
+
+
+def load_served(model: str, generation_config: str, options: Mapping[str, object]) -> Served:
+    """Loads a model and compiles; arguments and errors are those of `LLM`."""
+    from jaxserve.llm import LLM  # imports jax
+
+    return served_llm(LLM(model, generation_config=generation_config, **options), path=model)
+
+
+def served_llm(llm: "LLM", *, path: str = "") -> Served:
+    """The engine of an `LLM`.
+
+    Args:
+        llm: nobody else drives it.
+        path: the model as it was given.
+    """
+    engine = llm.engine
+    model = ServedModel(
+        path=path,
+        max_model_len=engine.max_model_len,
+        vocab_size=engine.vocab_size,
+        num_slots=engine.scheduler.kv.num_slots,
+        max_num_seqs=engine.scheduler.buckets.max_num_seqs,
+        eos_token_ids=tuple(sorted(engine.eos_token_ids)),
+        default_sampling_params=llm.default_sampling_params,
+        tokenizer=llm.preparer.tokenizer,
+    )
+    return Served(engine, llm.preparer, model)
