@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from jaxserve.async_engine.thread import AsyncEngine
     from jaxserve.build import build_engine
     from jaxserve.config import CacheConfig, EngineConfig, SchedulerConfig
     from jaxserve.engine import Engine
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME_OF = {
+    "AsyncEngine": "jaxserve.async_engine.thread",
     "BeamParams": "jaxserve.sampling_params",
     "CacheConfig": "jaxserve.config",
     "Engine": "jaxserve.engine",
@@ -37,6 +39,7 @@ _HOME_OF = {
 }
 __all__ = [
     "LLM",
+    "AsyncEngine",
     "BeamParams",
     "CacheConfig",
     "Engine",

@@ -257,6 +257,15 @@ class Engine:
             for observer in self.observers:
                 observer.weights_changed()
 
+    def reset_prefix_cache(self) -> int:
+        """Gives up every cached page that no sequence uses; returns how many."""
+        with self._alone("reset_prefix_cache"):
+            self._recover()
+            self._in_change = True
+            num_pages = self.scheduler.kv.evict_all()
+            self._in_change = False
+            return num_pages
+
     def has_request(self, request_id: str) -> bool:
         """Whether a request is in flight, or its output has not been handed out yet."""
         return request_id in self._groups or self._outbox.has(request_id)

@@ -247,7 +247,7 @@ class EngineLoop:
     def _step(self) -> None:
         try:
             outputs = self._engine.step()
-        except Exception as error:  # noqa: BLE001 - the client is told
+        except Exception as error:
             self._num_failed_steps += 1
             _LOG.exception("a step failed (%d in a row)", self._num_failed_steps)
             if self._num_failed_steps >= MAX_FAILED_STEPS:

@@ -322,6 +322,14 @@ class KVManager:
             pending.clear()
         return moves
 
+    def evict_all(self) -> int:
+        """Gives up every cached page; returns how many."""
+        if self.tree is None:
+            return 0
+        page_ids = self.tree.evict(self.tree.num_unlocked)
+        self.pool.release(page_ids)
+        return len(page_ids)
+
     def clear_cache(self) -> int:
         """Frees every cached page; returns how many. Nobody may own a page of the tree."""
         if self.tree is None:

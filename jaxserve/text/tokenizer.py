@@ -15,7 +15,7 @@ import copy
 import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tokenizers
 
@@ -46,6 +46,14 @@ _CLEAN_UPS = (
 _MAX_CLEAN_UP_REACH = 32
 
 
+class TokenizerTexts(NamedTuple):
+    """What a `Tokenizer` is made of: tokenizer.json, tokenizer_config.json, the templates given beside."""
+
+    tokenizer_json: str
+    tokenizer_config: str
+    chat_template: str | dict[str, str] | None
+
+
 class Tokenizer:
     """A checkpoint's tokenizer and chat template.
 
@@ -66,6 +74,7 @@ class Tokenizer:
         chat_template: TemplateSource = None,
     ) -> None:
         self._tokenizer = _load(tokenizer_json)
+        self._config, self._given_template = tokenizer_config, chat_template
         self._special_tokens = _special_tokens(tokenizer_config)
         _add_config_tokens(self._tokenizer, tokenizer_config, self._special_tokens)
         self._special_ids = frozenset(
@@ -117,6 +126,18 @@ class Tokenizer:
     def to_json(self) -> str:
         """The text of a tokenizer.json that holds every added token."""
         return self._tokenizer.to_str()
+
+    def to_texts(self) -> "TokenizerTexts":
+        """What an equal one can be made of, in another process."""
+        template = self._given_template
+        if isinstance(template, Mapping):
+            template = dict(template)
+        return TokenizerTexts(self.to_json(), json.dumps(dict(self._config)), template)
+
+    @classmethod
+    def from_texts(cls, texts: "TokenizerTexts") -> "Tokenizer":
+        """One equal to that whose `to_texts` these are."""
+        return cls(texts.tokenizer_json, json.loads(texts.tokenizer_config), texts.chat_template)
 
     def end_of_ids(self, limit: int) -> int:
         """One more than the largest id below `limit` that stands for a token; ids may have gaps."""
