@@ -4,7 +4,8 @@ Called by `openai.chat` before the prompt is rendered.
 
 Rules: "auto" (the default) leaves the model free; its text is read by the parser. "required" and a named
 function hold it to calls with a grammar, in the format that the parser reads. `strict` functions are held
-to their schemas with "auto" too. With "none" the model is not told of the tools.
+to their schemas with "auto" too. Held arguments have no other names than the schema's properties, unless it
+says something of others. With "none" the model is not told of the tools.
 """
 
 import json
@@ -30,7 +31,11 @@ from jaxserve.text.chat_template import check_tools
 MAX_NAME_CHARS = 64
 MAX_TOOLS_BYTES = 512 * 1024  # all of them together, as compact JSON
 DEFAULT_FORMAT = "hermes"  # of forced calls, where the model has none of its own
+# Where one of these stands beside properties, arguments may have other names.
+_OPEN_KEYWORDS = {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
 _NAME_CHARS = frozenset(string.ascii_letters + string.digits + "_-")
+# Where one of these stands beside properties, arguments may have other names.
+_OPEN_KEYWORDS = {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
 _MODES = ("none", "auto", "required")
 _CHOICE = (
     '"none", "auto", "required", {"type": "function", "function": {"name": ...}} or {"type": '
@@ -154,6 +159,10 @@ def _arguments_schema(function: Mapping[str, Any], mode: str) -> dict[str, Any]:
     if schema.get("type", "object") != "object":
         _refuse(f'{name} must have the type "object", got {shown(schema["type"])}', "tools")
     schema = {"type": "object", **schema}
+    if "properties" in schema and not _OPEN_KEYWORDS & schema.keys():
+        schema["additionalProperties"] = (
+            False  # a function has no other parameters than those it names
+        )
     try:
         checked_schema(json.dumps(schema))
     except InvalidRequestError as error:

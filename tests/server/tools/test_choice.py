@@ -137,6 +137,21 @@ def test_strict_functions_are_held_to_their_schemas_when_they_are_called(parser)
     assert not accepts(plan((STRICT,), "auto", parser=parser), f"x\n{write(parser, 'f', '{}')}")
 
 
+@pytest.mark.parametrize(
+    ("more", "ok"),
+    [
+        ({}, False),
+        ({"additionalProperties": {"type": "null"}}, True),
+        ({"anyOf": [{"type": "object"}]}, True),
+    ],
+)
+def test_arguments_have_no_names_that_the_function_does_not_give_them(more, ok):
+    parameters = {"properties": {"n": {"type": "integer"}}, "required": ["n"], **more}
+    found = plan((tool("f", parameters=parameters),), "required")
+    assert accepts(found, write("hermes", "f", '{"n": 1}'))
+    assert accepts(found, write("hermes", "f", '{"n": 1, "m": null}')) == ok
+
+
 @pytest.mark.parametrize("parser", PARSERS)
 @pytest.mark.parametrize("strict", [True, False])
 def test_a_text_format_is_that_of_the_text_beside_calls(parser, strict):
