@@ -19,6 +19,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
+from typing import cast
 
 from jaxserve.async_engine.commands import Command, Event, Refused, Released
 from jaxserve.async_engine.engine_loop import ClientGone
@@ -222,9 +223,8 @@ class ClientLine(asyncio.Protocol):
         self._fault: str | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        transport.set_write_buffer_limits(high=MAX_UNSENT_BYTES)
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's own is no subclass of it
+        self._transport.set_write_buffer_limits(high=MAX_UNSENT_BYTES)
 
     def data_received(self, data: bytes) -> None:
         try:
