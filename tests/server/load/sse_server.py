@@ -55,6 +55,8 @@ class SseServer:
             pass  # the reader left, or the server is being stopped
         finally:
             writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
 
     async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
@@ -152,11 +154,13 @@ def serving(server: SseServer) -> Iterator[str]:
         found["port"] = listening.sockets[0].getsockname()[1]
         ready.set()
         await found["stop"].wait()
+        await asyncio.sleep(0.02)  # lets a connection that was just accepted become a task
         listening.close()
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
+        await asyncio.sleep(0.01)  # lets what was closed be gone
 
     def main() -> None:
         loop.run_until_complete(run())

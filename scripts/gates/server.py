@@ -1,0 +1,168 @@
+"""A server of `scripts/server_gates`: started on 127.0.0.1, watched through /proc, and ended.
+
+Invariant: it and all that it started are gone when its context is left.
+"""
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from jaxserve.server.load.http_client import Address, HttpClient, HttpError
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ROOT / "checkpoints" / "tiny_llama"
+RUNNING = "jaxserve:num_requests_running"
+WAITING = "jaxserve:num_requests_waiting"
+OWNED = 'jaxserve:kv_pages{state="owned"}'
+_READY = re.compile(r"jaxserve: ready on (http://\S+)")
+_START_LIMIT_S = 300  # a first start compiles
+_STOP_LIMIT_S = 30
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_METRIC = re.compile(r"^([a-z_:]+)(?:\{(.*?)\})? (\S+)$", re.MULTILINE)
+
+
+class GateError(Exception):
+    """A gate that could not be run."""
+
+
+class Server(contextlib.AbstractContextManager["Server"]):
+    """One server process.
+
+    Args:
+        model: what it serves.
+        flags: of `jaxserve serve`.
+        log: file for what it says.
+    """
+
+    def __init__(self, model: str | Path, *flags: str, log: Path):
+        self.url = ""
+        self._log = log
+        command = [sys.executable, "-m", "jaxserve", "serve", f"--model={model}"]
+        with log.open("w") as errors:
+            self.process = subprocess.Popen(
+                [*command, "--host=127.0.0.1", "--port=0", *flags],
+                stdin=subprocess.DEVNULL,
+                stdout=errors,
+                stderr=errors,
+                cwd=ROOT,
+                start_new_session=True,  # so that its children are found, and ended, with it
+            )
+
+    def __enter__(self) -> "Server":
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def _wait_until_ready(self) -> None:
+        limit = time.monotonic() + _START_LIMIT_S
+        while not (found := _READY.search(self.said())):
+            if self.process.poll() is not None:
+                raise GateError(f"the server ended with {self.process.returncode}: {self.tail()}")
+            if time.monotonic() > limit:
+                raise GateError(f"the server was not ready after {_START_LIMIT_S} s: {self.tail()}")
+            time.sleep(0.05)
+        self.url = found[1]
+
+    def said(self) -> str:
+        """Its log."""
+        return self._log.read_text("utf-8", "replace")
+
+    def tail(self) -> str:
+        """The last lines of its log."""
+        return "\n".join(self.said().splitlines()[-5:])
+
+    def http(self, *, keep_alive: bool = True) -> HttpClient:
+        """A client of it."""
+        return HttpClient(Address.parse(self.url), keep_alive=keep_alive)
+
+    def pids(self) -> list[int]:
+        """It and all that it started and that lives."""
+        return [pid for pid, session in _sessions() if session == self.process.pid]
+
+    def rss_bytes(self) -> int:
+        """Memory that they hold."""
+        total = 0
+        for pid in self.pids():
+            with contextlib.suppress(OSError, IndexError):
+                total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
+        return total
+
+    def num_descriptors(self) -> int:
+        """Files and sockets that they have open."""
+        total = 0
+        for pid in self.pids():
+            with contextlib.suppress(OSError):
+                total += len(os.listdir(f"/proc/{pid}/fd"))
+        return total
+
+    def stop(self) -> tuple[int | None, float]:
+        """(exit code after SIGTERM, or None if it had to be killed; seconds that it took)."""
+        begin = time.monotonic()
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            code = self.process.wait(_STOP_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            code = None
+        return code, time.monotonic() - begin
+
+    def kill(self) -> None:
+        """Ends everything that is left of it."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def __exit__(self, *exc: object) -> None:
+        if self.process.poll() is None and exc[0] is None:
+            self.stop()
+        self.kill()
+
+
+def _sessions() -> Iterator[tuple[int, int]]:
+    """(process, its session) of all processes that live."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, IndexError):  # it has ended since
+            fields = path.read_text().rpartition(")")[2].split()
+            if fields[0] != "Z":
+                yield int(path.parent.name), int(fields[3])
+
+
+async def gauges(http: HttpClient) -> dict[str, float]:
+    """/metrics: value by name, or by name{labels} without model_name.
+
+    Raises:
+        GateError: it does not answer.
+    """
+    try:
+        async with asyncio.timeout(30), http.request("GET", "/metrics") as response:
+            text = (await response.read()).decode()
+    except (HttpError, TimeoutError) as error:
+        raise GateError(f"/metrics does not answer: {error!r}") from None
+    found: dict[str, float] = {}
+    for name, labels, value in _METRIC.findall(text):
+        kept = [label for label in labels.split(",") if label and "model_name=" not in label]
+        found[f"{name}{{{','.join(kept)}}}" if kept else name] = float(value)
+    for name in (RUNNING, WAITING, OWNED):
+        if name not in found:
+            raise GateError(f"/metrics has no {name} (status {response.status})")
+    return found
+
+
+async def wait_idle(http: HttpClient, limit_s: float = 10.0) -> tuple[dict[str, float], float]:
+    """(the gauges once nothing runs or waits, or as they are when the time is over; seconds waited)."""
+    begin = time.monotonic()
+    while True:
+        found = await gauges(http)
+        waited = time.monotonic() - begin
+        if not found[RUNNING] + found[WAITING] + found[OWNED] or waited > limit_s:
+            return found, waited
+        await asyncio.sleep(0.02)
