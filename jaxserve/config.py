@@ -6,7 +6,6 @@ never written back here.
 """
 
 import dataclasses
-import difflib
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from jaxserve.errors import ConfigError, shown
+from jaxserve.field_names import checks_names, closest
 
 DTYPES = ("auto", "float32", "bfloat16")
 # What `kv_cache_dtype` may be -> the element type that numpy and jax call it by; None = the model's.
@@ -82,6 +82,7 @@ def _ladder(name: str, value: object, limit_name: str, limit: int) -> tuple[int,
     return rungs
 
 
+@checks_names
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
     """The KV page pool. num_pages beats kv_cache_gib beats memory_utilization.
@@ -129,6 +130,7 @@ class CacheConfig:
         _check_positive("host_kv_gib", self.host_kv_gib, MAX_GIB, or_zero=True)
 
 
+@checks_names
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
     """Who runs next, and how much of it.
@@ -204,6 +206,7 @@ class SchedulerConfig:
                 object.__setattr__(self, name, rungs)
 
 
+@checks_names
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Everything an engine can be told.
@@ -272,7 +275,7 @@ class EngineConfig:
         if unknown:
             known = sorted(own | {f.name for b in branches.values() for f in dataclasses.fields(b)})
             name = sorted(unknown)[0]
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]!r}? " if close else ""
+            near = closest(name, known)
+            hint = f"did you mean {near!r}? " if near else ""
             raise ConfigError(f"unknown option {name!r}; {hint}known: {', '.join(known)}")
         return cls(**{key: options[key] for key in own & options.keys()}, **built)

@@ -92,18 +92,24 @@ def checked_list(name: str, value: object, *, what: str, most: int) -> list[Any]
     return items
 
 
-def checked_token_ids(name: str, value: object, *, most: int) -> tuple[int, ...]:
+def checked_token_ids(
+    name: str, value: object, *, most: int, what: str = "a list of token ids"
+) -> tuple[int, ...]:
     """Token ids that a user gave, as plain integers from 0 up. The vocabulary is not known here.
+
+    Args:
+        name: the field.
+        value, most: as in `checked_list`.
+        what: what it has to be, for the message.
 
     Raises:
         InvalidRequestError: it is no list, too long, or an element is no token id.
     """
-    ids = [plain(i) for i in checked_list(name, value, what="a list of token ids", most=most)]
+    ids = [plain(i) for i in checked_list(name, value, what=what, most=most)]
     for i in ids:
         if not is_int(i) or not 0 <= i <= MAX_TOKEN_ID:
             raise InvalidRequestError(
-                f"{name} must be a list of token ids (integers >= 0), got the element {shown(i)}",
-                param=name,
+                f"{name} must be {what} (integers >= 0), got the element {shown(i)}", param=name
             )
     return tuple(ids)
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from jaxserve.errors import InvalidRequestError, shown
 from jaxserve.field_checks import is_int, plain, require
+from jaxserve.field_names import checks_names
 from jaxserve.sampling_params import BeamParams, SamplingParams
 
 
@@ -64,6 +65,7 @@ class PromptLogprob(NamedTuple):
     rank: int
 
 
+@checks_names
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """One prompt on its way into the engine.

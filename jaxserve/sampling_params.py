@@ -22,6 +22,7 @@ from jaxserve.field_checks import (
     require_within,
     utf8,
 )
+from jaxserve.field_names import checks_names
 from jaxserve.structured_outputs import StructuredOutputs
 
 MAX_STOP_STRINGS = 64
@@ -67,6 +68,7 @@ _FLAGS = (
 )
 
 
+@checks_names
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How one request is decoded; names and meanings as in vLLM and the OpenAI API.
@@ -292,7 +294,8 @@ def _bias_id(key: object) -> int:
     """A token id, or its digits as a text: JSON has no other keys."""
     if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10:
         key = int(key)
-    return checked_token_ids("logit_bias", [key], most=1)[0]
+    what = "a mapping of token ids to numbers: the ids"
+    return checked_token_ids("logit_bias", [key], most=1, what=what)[0]
 
 
 def _checked_bad_word(word: object) -> str | tuple[int, ...]:
@@ -300,11 +303,13 @@ def _checked_bad_word(word: object) -> str | tuple[int, ...]:
         fits = 0 < len(word) <= MAX_BAD_WORD_LENGTH
         require(fits, "bad_words", word, f"texts of 1 to {MAX_BAD_WORD_LENGTH} characters")
         return word
-    ids = checked_token_ids("bad_words", word, most=MAX_BAD_WORD_TOKENS)
-    require(len(ids) > 0, "bad_words", word, "texts or lists of at least one token id")
+    what = "a list of texts or lists of token ids"
+    ids = checked_token_ids("bad_words", word, most=MAX_BAD_WORD_TOKENS, what=what)
+    require(len(ids) > 0, "bad_words", word, f"{what}, none of them empty")
     return ids
 
 
+@checks_names
 @dataclass(frozen=True, kw_only=True)
 class BeamParams:
     """How one request is decoded by beam search; names and meanings as in transformers.

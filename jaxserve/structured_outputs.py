@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxserve.errors import InvalidRequestError, shown
 from jaxserve.field_checks import checked_list, require, utf8
+from jaxserve.field_names import checks_names
 
 NAME = "structured_outputs"
 MAX_SCHEMA_BYTES = 256 * 1024  # of a JSON schema, as compact UTF-8
@@ -22,6 +23,7 @@ MAX_CHOICE_BYTES = 16 * 1024
 MAX_CHOICES_BYTES = 256 * 1024  # all of them together
 
 
+@checks_names
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputs:
     """What the text must be; exactly one field is given.
@@ -76,7 +78,9 @@ class StructuredOutputs:
         """
         if isinstance(value, cls):
             return value
-        require(isinstance(value, Mapping), NAME, value, f"an object with one of {_FIELDS}")
+        require(
+            isinstance(value, Mapping), NAME, value, f"an object with one of {', '.join(_FIELDS)}"
+        )
         unknown = [key for key in value if key not in _FIELDS]  # type: ignore[union-attr]
         if unknown:
             raise InvalidRequestError(

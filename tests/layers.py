@@ -23,6 +23,7 @@ LEVELS = {
     "pallas_kernels": 0,
     "jaxserve.errors": 1,
     "jaxserve.field_checks": 1,
+    "jaxserve.field_names": 1,
     "jaxserve.config": 1,
     "jaxserve.request": 1,
     "jaxserve.sampling_params": 1,

@@ -6,15 +6,16 @@ itself. Every line gets an answer of its own: nothing that a line holds raises o
 """
 
 import dataclasses
-import difflib
 import json
 import logging
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 from jaxserve.cli.run_input import MAX_LINE_BYTES
 from jaxserve.cli.sampling_flags import REQUEST_FIELDS, SAMPLING_FIELDS
 from jaxserve.errors import MAX_SHOWN_LENGTH, InvalidRequestError
+from jaxserve.field_names import closest
 from jaxserve.request import SamplingParams
 from jaxserve.sampling_params import BeamParams
 from jaxserve.seeds import derive_seed
@@ -156,7 +157,7 @@ class LineParser:
         own = {name: fields[name] for name in REQUEST_FIELDS if fields.get(name) is not None}
         found = {**self._request, **own}
         if fields.get("messages") is None:
-            if "tools" in own:
+            if own.get("tools"):
                 raise InvalidRequestError("tools need messages, got a prompt", param="tools")
             found.pop("tools", None)
         _require_unicode("tools", found.get("tools"))
@@ -176,8 +177,8 @@ def _hint(name: str) -> str:
     """What may have been meant by a field that is none, in brackets; empty when nothing is near."""
     if name in BEAM_FIELDS:
         return " (a line is not decoded by beam search: LLM.beam_search does that, in Python)"
-    close = difflib.get_close_matches(name.lower().replace("-", "_"), KNOWN_FIELDS, n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    near = closest(name, KNOWN_FIELDS)
+    return f" (did you mean {near!r}?)" if near else ""
 
 
 def _json_object(text: str) -> dict[str, Any]:
@@ -189,8 +190,11 @@ def _json_object(text: str) -> dict[str, Any]:
             f"not valid JSON: {error.msg.removesuffix(' at')} at character {error.pos + 1}",
             code="invalid_json",
         ) from None
-    except ValueError as error:  # an integer of thousands of digits
-        raise InvalidRequestError(f"not valid JSON: {error}", code="invalid_json") from None
+    except ValueError:  # the only other thing that Python refuses
+        limit = sys.get_int_max_str_digits()
+        raise InvalidRequestError(
+            f"not valid JSON: it holds an integer of more than {limit} digits", code="invalid_json"
+        ) from None
     if not isinstance(value, dict):
         raise InvalidRequestError(
             f"must be a JSON object, got {_kind(value)}", code="not_an_object"

@@ -210,8 +210,7 @@ class GrammarConstraint:
             allow_only(mask, self._end_ids)
             return
         words = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
-        if self._matcher.is_error():
-            raise ConstraintError(f"{NAME}: {_first_line(self._matcher.get_error())}", param=NAME)
+        self._check_matcher()
         size = min(len(words), len(self._sampled))
         mask[:size] &= words[:size] & self._sampled[:size]
         mask[size:] = 0
@@ -248,6 +247,7 @@ class GrammarConstraint:
             if token_id in self._end_ids:
                 return True
             if not self._matcher.try_consume_tokens([token_id]):
+                self._check_matcher()
                 raise ConstraintError(
                     f"{NAME}: token {token_id} after {len(self._consumed)} others leaves the grammar",
                     param=NAME,
@@ -255,10 +255,19 @@ class GrammarConstraint:
             self._consumed.append(token_id)
         return False
 
+    def _check_matcher(self) -> None:
+        """Raises what the matcher itself has given up on: most often, what a token or a mask may cost."""
+        if self._matcher.is_error():
+            raise ConstraintError(
+                f"{NAME}: going on costs too much: {_first_line(self._matcher.get_error())}",
+                param=NAME,
+            )
+
     def _go_back(self, num_tokens: int) -> None:
         """Forgets what was consumed after the first so many tokens."""
         if not self._matcher.rollback(len(self._consumed) - num_tokens):
-            raise ConstraintError(f"{NAME}: {_first_line(self._matcher.get_error())}", param=NAME)
+            self._check_matcher()
+            raise ConstraintError(f"{NAME}: the grammar cannot go back", param=NAME)
         del self._consumed[num_tokens:]
 
 

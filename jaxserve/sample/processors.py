@@ -9,8 +9,8 @@
     sample     5 temperature                               `drawn_from`; greedy rows take the argmax
                6 top_k   7 top_p   8 min_p                  of what came before
 
-This is the order of transformers. Log-probabilities are of the raw logits, as `head` gives them, or, for
-a row that asks for it, of what it is sampled from (`reported`).
+This is the order of transformers, but that it adds a bias before the penalties. Log-probabilities are of
+the raw logits, as `head` gives them, or, for a row that asks for it, of what it is sampled from (`reported`).
 
 Invariant: each row is computed from its own parts alone, and an option at its default changes no bit
 of a row, so neighbours and the programs that they make the batch take do not matter. Every row keeps a

@@ -2,31 +2,27 @@
 
 The template is Jinja source out of the checkpoint, run as Hugging Face runs it (same block
 trimming, `tojson`, `raise_exception`, `strftime_now`, `generation` tag, plain Undefined), but in a
-sandbox with limits (`text.template_sandbox`).
+sandbox with limits (`text.template_sandbox`), and compiled once (`text.compiled_template`).
 
-Invariant: whatever messages and template do, `render` returns a text or raises
-    `InvalidRequestError` with param
-"messages" or "tools", within about `MAX_RENDER_S` seconds. A missing or broken template makes chat fail, not
-text completion.
+Invariant: whatever messages and template do, `render` returns a text or raises `InvalidRequestError` with
+param "messages" or "tools", within about `MAX_RENDER_S` seconds. A missing or broken template makes chat
+fail, not text completion.
 """
 
-import datetime
 import json
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Any, NoReturn
 
-import jinja2
-import jinja2.meta
-
-from jaxserve.errors import CheckpointError, InvalidRequestError
-from jaxserve.text.template_sandbox import BoundedEnvironment, Budget
+from jaxserve.errors import InvalidRequestError, shown
+from jaxserve.text.compiled_template import CompiledTemplate
+from jaxserve.text.template_sandbox import Budget
 
 TemplateSource = str | Mapping[str, str] | None
 DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates, as transformers has them
 MAX_RENDER_S = 2.0
 MAX_RENDER_CHARS = 8 * 2**20
 MAX_TOOLS = 128  # as OpenAI has it
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # those of OpenAI
 _MAX_DEPTH = 32
 # Fields of a tool's function: name, type, what it has to be. Only the name must be there.
 _FUNCTION_FIELDS = (
@@ -51,7 +47,7 @@ class ChatTemplate:
 
     def __init__(self, source: TemplateSource, *, special_tokens: Mapping[str, str]) -> None:
         named = {DEFAULT: source} if isinstance(source, str) else source or {}
-        self._templates = {name: _Template(text) for name, text in named.items()}
+        self._templates = {name: CompiledTemplate(text) for name, text in named.items()}
         self._special_tokens = dict(special_tokens)
 
     @property
@@ -65,18 +61,13 @@ class ChatTemplate:
         return self._templates[TOOL_USE].source if TOOL_USE in self._templates else self.source
 
     def check_source(self) -> None:
-        """Compiles all templates now instead of with the first chat.
+        """Compiles every template now instead of with the first chat.
 
         Raises:
-            CheckpointError: one of them is no template.
+            CheckpointError: one is no template.
         """
-        try:
-            for template in self._templates.values():
-                _ = template.compiled
-        except jinja2.TemplateSyntaxError as error:
-            raise CheckpointError(
-                f"the chat template is not Jinja: line {error.lineno}: {error.message}"
-            ) from error
+        for template in self._templates.values():
+            template.check_source()
 
     def render(
         self,
@@ -90,7 +81,8 @@ class ChatTemplate:
         """The prompt text of a conversation.
 
         Args:
-            messages: objects with a string `role` and a `content`: a string, or parts
+            messages: objects with a `role` (one of ROLES, or one that the template names) and a
+                `content`: a string, or parts
                 {"type": "text", "text": ...}, which are joined in order with nothing between them.
                 An assistant message may have no content. Other fields reach the template as they
                 are; null ones and an empty `tool_calls` count as absent, and the arguments of a call
@@ -129,11 +121,11 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            environment, compiled = template.compiled
+            _check_roles(plain, template)
             if plain_tools and "tools" not in template.variables:
                 _refuse("tools cannot be used: this checkpoint's chat template has none", "tools")
-            budget = Budget(max_seconds=MAX_RENDER_S, max_chars=MAX_RENDER_CHARS)
-            text = environment.render(compiled, budget, **names)
+            text = template.render(_budget(), names)
+            _check_nothing_lost(names, template, text)
             return _cut_behind(text, plain[-1]["content"]) if continue_final_message else text
         except InvalidRequestError:
             raise
@@ -144,25 +136,39 @@ class ChatTemplate:
             ) from error
 
 
-class _Template:
-    """One template, compiled when it is used."""
+def _check_roles(messages: Sequence[Mapping[str, Any]], template: CompiledTemplate) -> None:
+    """Refuses a role that nobody knows: a misspelt one would be written, or passed over, without a word."""
+    for i, message in enumerate(messages):
+        role = message["role"]
+        if role not in ROLES and not (role and role in template.texts):
+            _refuse(
+                f"messages[{i}].role must be one of {', '.join(ROLES)}, or a role that the chat template "
+                f"names, got {shown(role)}"
+            )
 
-    def __init__(self, source: str) -> None:
-        self.source = source
 
-    @cached_property
-    def variables(self) -> set[str]:
-        """What the template reads that it does not set itself."""
-        environment, _ = self.compiled
-        return jinja2.meta.find_undeclared_variables(environment.parse(self.source))
+def _check_nothing_lost(names: Mapping[str, Any], template: CompiledTemplate, text: str) -> None:
+    """Refuses a role that a template of several roles does not name and leaves out: what was said would
+    be lost.
+    """
+    messages = names["messages"]
+    if template.texts.isdisjoint(ROLES):
+        return
+    for i, message in enumerate(messages):
+        content = message["content"].strip()
+        if message["role"] in template.texts or content in text:
+            continue
+        # It may be there in another form (escaped): then another content gives another text.
+        changed = [*messages[:i], {**message, "content": content[::-1] + "?"}, *messages[i + 1 :]]
+        if template.render(_budget(), {**names, "messages": changed}) == text:
+            _refuse(
+                f"messages[{i}].role: this checkpoint's chat template leaves out messages of "
+                f"{message['role']!r}"
+            )
 
-    @cached_property
-    def compiled(self) -> tuple[BoundedEnvironment, jinja2.Template]:
-        environment = BoundedEnvironment()
-        environment.filters["tojson"] = environment.guarded("tojson", _to_json)
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
-        return environment, environment.from_string(self.source)
+
+def _budget() -> Budget:
+    return Budget(max_seconds=MAX_RENDER_S, max_chars=MAX_RENDER_CHARS)
 
 
 def _check_continued(messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> None:
@@ -311,24 +317,3 @@ def _plain(value: Any, where: str, depth: int = 0, param: str = "messages") -> A
     if isinstance(value, list | tuple):
         return [_plain(item, where, depth + 1, param) for item in value]
     _refuse(f"{where} must be made of JSON values, got {type(value).__name__}", param)
-
-
-def _raise_exception(message: object) -> NoReturn:
-    raise jinja2.TemplateError(str(message))
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.datetime.now().strftime(pattern)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON without the HTML escapes of Jinja's own filter."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )

@@ -29,7 +29,7 @@ def directory_templates(directory: Path) -> TemplateSource:
         for path in sorted((directory / NAMED_FOLDER).glob(f"*{_SUFFIX}"))
     }
     default = directory / DEFAULT_FILE
-    if default.is_file():
+    if default.exists() or default.is_symlink():  # what is there and cannot be read is an error
         templates[DEFAULT] = _read(default)
     return _simplest(templates)
 

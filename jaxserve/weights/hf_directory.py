@@ -49,14 +49,14 @@ def open_hf_directory(directory: Path) -> Checkpoint:
         CheckpointError: no config.json, no safetensors, a damaged file, or a model that is not served.
     """
     config_path = directory / "config.json"
-    if not config_path.is_file():
+    if not _is_there(config_path):
         raise CheckpointError(f"{directory}: not a checkpoint: it has no config.json")
     hf_config = _read_object(config_path)
     generation_config = read_generation_config(directory)
     config = ModelConfig.from_hf(hf_config, generation_config, str(config_path))
     _check_has_safetensors(directory)
     tokenizer_path = directory / "tokenizer_config.json"
-    tokenizer_config = _read_object(tokenizer_path) if tokenizer_path.is_file() else {}
+    tokenizer_config = _read_object(tokenizer_path) if _is_there(tokenizer_path) else {}
     return Checkpoint(
         path=directory,
         config=config,
@@ -70,13 +70,13 @@ def open_hf_directory(directory: Path) -> Checkpoint:
 
 
 def read_generation_config(model: Path) -> dict[str, Any]:
-    """The object of a checkpoint's generation_config.json; {} where it has none, as a file has none.
+    """The object of a checkpoint's generation_config.json; {} where it has none, as a GGUF file has none.
 
     Raises:
-        CheckpointError: it is no JSON object.
+        CheckpointError: it is there and no JSON object.
     """
     path = model / "generation_config.json"
-    return _read_object(path) if path.is_file() else {}
+    return _read_object(path) if model.is_dir() and _is_there(path) else {}
 
 
 def _check_has_safetensors(directory: Path) -> None:
@@ -90,18 +90,37 @@ def _check_has_safetensors(directory: Path) -> None:
     raise CheckpointError(f"{directory}: not a checkpoint: it has no *.safetensors file{found}")
 
 
+def _is_there(path: Path) -> bool:
+    """Whether a file of this name is there. What is there and no file (a folder, a link to nothing) is
+    an error: to pass over it would be to serve the model otherwise than it says.
+    """
+    if path.is_file():
+        return True
+    if path.is_symlink() or path.exists():
+        what = "a link to nothing" if path.is_symlink() and not path.exists() else "no file"
+        raise CheckpointError(f"{path}: must be a file, and is {what}")
+    return False
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
 def _read_text(path: Path) -> str | None:
-    if not path.is_file():
+    if not _is_there(path):
         return None
     try:
-        return path.read_text(encoding="utf-8")
+        return _read_bytes(path).decode("utf-8")
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{path}: not UTF-8 text ({error})") from None
 
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(_read_bytes(path))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not JSON ({error})") from None
     if not isinstance(value, dict):

@@ -244,6 +244,16 @@ def test_a_token_outside_the_grammar_is_an_error_of_this_request_alone():
     assert texts(allowed_ids(one, ids("h"), V)) == {"e"}
 
 
+def test_a_mask_that_costs_too_much_is_an_error_that_says_so():
+    """It compiles, and the first token is one that it allows."""
+    one = constraint(regex="(a?){500}a{500}")
+    (a,) = ids("a")
+    assert a in allowed_ids(one, [], V)
+    for _ in range(2):
+        with pytest.raises(ConstraintError, match=r"going on costs too much: .*too many"):
+            allowed_ids(one, [a], V)
+
+
 def test_a_text_that_no_token_can_go_on_with_is_an_error():
     """The tokenizer has a byte-fallback token for every byte, but the head does not sample it."""
     few = GrammarCompiler(TOKENIZER.to_str(), end_ids=[0], vocab_size=40)

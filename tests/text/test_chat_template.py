@@ -48,7 +48,7 @@ TEMPLATES = {
         "[{{ nothing }}][{{ messages[0].nothing }}][{% if tools %}t{% endif %}][{{ tools }}]"
     ),
     "namespace": (
-        "{% set ns = namespace(n=0) %}{% for m in messages if m.role == 'user' %}"
+        "{% set ns = namespace(n=0) %}{% for m in messages if m.role != 'tool' %}"
         "{% set ns.n = ns.n + m.content|length %}{% endfor %}{{ ns.n ~ ' characters' }}"
         "{{ '%s-%s' % (1, 2) }}"
     ),
