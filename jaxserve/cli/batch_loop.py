@@ -1,15 +1,17 @@
 """The loop of `jaxserve run`: feeds lines to the engine, steps it, hands finished records to the writer.
 
 Invariant: however long the input, the engine holds at most twice as many requests as it runs in one
-step (so its queue is never empty while there are lines), and memory grows with nothing but the ids that
-were seen.
+step (so its queue is never empty while there are lines), and those of one line more where a line has many
+prompts; memory grows with nothing but the ids that were seen.
 """
 
 import logging
 from dataclasses import dataclass, field
+from typing import Protocol
 
+from jaxserve.cli.openai_lines import OpenAiLine
 from jaxserve.cli.progress import NoProgress
-from jaxserve.cli.request_line import LineParser, RequestLine
+from jaxserve.cli.request_line import RequestLine
 from jaxserve.cli.run_input import LineSource
 from jaxserve.cli.run_output import OrderedWriter, Prompt, error_record, success_record
 from jaxserve.cli.stop_signals import StopSignals
@@ -35,11 +37,17 @@ class RunTotals:
     num_output_tokens: int = 0
 
 
+class Parser(Protocol):
+    """Understands lines; one that is at fault comes back with its `error`."""
+
+    def parse(self, index: int, data: bytes) -> RequestLine | OpenAiLine: ...
+
+
 @dataclass(kw_only=True)
 class OutputParts:
     """What the steps released for one line's request so far."""
 
-    line: RequestLine
+    line: RequestLine | OpenAiLine
     prompt: Prompt | None = None  # where its output begins with it
     released: list[RequestOutput] = field(default_factory=list)
 
@@ -60,7 +68,7 @@ class BatchLoop:
         self,
         llm: TextEngine,
         lines: LineSource,
-        parser: LineParser,
+        parser: Parser,
         *,
         writer: OrderedWriter | None,
         progress: NoProgress,
@@ -105,8 +113,12 @@ class BatchLoop:
             if self._writer is None or not self._writer.has(line.index):
                 self._start(line)
 
-    def _start(self, line: RequestLine) -> None:
+    def _start(self, line: RequestLine | OpenAiLine) -> None:
         try:
+            if isinstance(line, OpenAiLine):
+                for request_id in line.start(self._llm):
+                    self._parts[request_id] = OutputParts(line=line)
+                return
             token_ids = add_line(self._llm, str(line.index), line)
         except InvalidRequestError as error:
             self._fail(line, error)
@@ -131,7 +143,9 @@ class BatchLoop:
         self._show_progress()
 
     def _take(self, output: RequestOutput) -> None:
-        parts = self._parts[output.request_id]
+        parts = self._parts.get(output.request_id)
+        if parts is None:  # its line failed with another of its requests, in this step
+            return
         if not parts.released:
             self.totals.num_prompt_tokens += output.num_prompt_tokens
             self.totals.num_cached_tokens += output.num_cached_tokens
@@ -148,9 +162,12 @@ class BatchLoop:
 
     def _finish(self, parts: OutputParts, output: RequestOutput) -> None:
         line = parts.line
+        if isinstance(line, OpenAiLine):
+            self._finish_openai(line, output)
+            return
         failed = [one for one in output.outputs if one.finish_reason == "error"]
         if not failed:
-            self._succeed(parts, output)
+            self._succeed(line, output, parts.prompt)
             return
         which = "" if line.params.n == 1 else f"output {failed[0].index} of {line.params.n}: "
         num_tokens = len(failed[0].token_ids)
@@ -162,18 +179,34 @@ class BatchLoop:
             ),
         )
 
-    def _succeed(self, parts: OutputParts, output: RequestOutput) -> None:
-        self.totals.num_ok += 1
-        index = parts.line.index
-        if self._writer:
-            self._writer.put(index, success_record(parts.line, output, parts.prompt))
-        if self._printer:
-            self._printer.finish(index)
+    def _finish_openai(self, line: OpenAiLine, output: RequestOutput) -> None:
+        try:
+            record = line.take(output.request_id, output)
+        except RequestError as error:
+            line.stop(self._llm)
+            self._parts = {key: one for key, one in self._parts.items() if one.line is not line}
+            self._fail(line, error)
+            return
+        if record is not None:
+            self.totals.num_ok += 1
+            if self._writer:
+                self._writer.put(line.index, record)
 
-    def _fail(self, line: RequestLine, error: RequestError) -> None:
+    def _succeed(
+        self, line: RequestLine, output: RequestOutput, prompt: Prompt | None = None
+    ) -> None:
+        self.totals.num_ok += 1
+        if self._writer:
+            self._writer.put(line.index, success_record(line, output, prompt))
+        if self._printer:
+            self._printer.finish(line.index)
+
+    def _fail(self, line: RequestLine | OpenAiLine, error: RequestError) -> None:
         self.totals.num_failed += 1
         if self._writer:
-            self._writer.put(line.index, error_record(line, error))
+            is_openai = isinstance(line, OpenAiLine)
+            record = line.failure(error) if is_openai else error_record(line, error)
+            self._writer.put(line.index, record)
         if self._printer:
             logger.error("prompt %d: %s", line.index + 1, error.message)
             self._printer.finish(line.index)

@@ -109,23 +109,11 @@ class LineParser:
             return RequestLine(index=index, id=line_id, error=error)
 
     def _fields(self, data: bytes) -> dict[str, Any]:
-        what = "prompt" if self._is_text else "line"
-        if len(data) > MAX_LINE_BYTES:
-            raise InvalidRequestError(
-                f"the {what} is longer than {MAX_LINE_BYTES} bytes", code="line_too_long"
-            )
-        try:
-            text = data.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise InvalidRequestError(
-                f"the {what} is not UTF-8: {error.reason} at byte {error.start}",
-                code="invalid_utf8",
-            ) from None
-        if not (text if self._is_text else text.strip()):
-            how = "empty" if self._is_text else "blank"
-            raise InvalidRequestError(f"the {what} is {how}", param="prompt", code="blank_line")
         if not self._is_text:
-            return _json_object(text)
+            return json_fields(data)
+        text = _decoded(data, "prompt")
+        if not text:
+            raise InvalidRequestError("the prompt is empty", param="prompt", code="blank_line")
         if self._is_chat:
             return {"messages": [{"role": "user", "content": text}]}
         return {"prompt": text}
@@ -179,6 +167,37 @@ def _hint(name: str) -> str:
         return " (a line is not decoded by beam search: LLM.beam_search does that, in Python)"
     near = closest(name, KNOWN_FIELDS)
     return f" (did you mean {near!r}?)" if near else ""
+
+
+def _decoded(data: bytes, what: str) -> str:
+    if len(data) > MAX_LINE_BYTES:
+        raise InvalidRequestError(
+            f"the {what} is longer than {MAX_LINE_BYTES} bytes", code="line_too_long"
+        )
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(
+            f"the {what} is not UTF-8: {error.reason} at byte {error.start}",
+            code="invalid_utf8",
+        ) from None
+
+
+def json_fields(data: bytes) -> dict[str, Any]:
+    """The JSON object of a line.
+
+    Raises:
+        InvalidRequestError: it is too long, blank, no UTF-8, no JSON or no object.
+    """
+    text = _decoded(data, "line")
+    if not text.strip():
+        raise InvalidRequestError("the line is blank", param="prompt", code="blank_line")
+    try:
+        return _json_object(text)
+    except (RecursionError, OverflowError) as caught:
+        is_deep = isinstance(caught, RecursionError)
+        what = "nested too deeply" if is_deep else "holds a number that is out of range"
+        raise InvalidRequestError(what, code="invalid_json") from None
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from jaxserve.cli.output_files import meta_path, partial_path, scratch_path
 from jaxserve.cli.standard_streams import write_error
 from jaxserve.stats import EngineStats
 
-FORMAT = 3
+FORMAT = 4
 _WAY_OUT = "give --overwrite, or another --output"
 _MODEL_SUFFIXES = (".json", ".jinja", ".safetensors", ".gguf")
 _SAMPLE_BYTES = 2**14
@@ -226,11 +226,11 @@ def recover(output: Path, num_lines: int) -> Recovered:
                 f" {_WAY_OUT}"
             )
         next_index += 1
-        num_failed += "error" in record
+        num_failed += record.get("error") is not None
     for offset, size, record in _records(output, partial_path(output), num_lines, sizes):
         if record["index"] >= next_index and record["index"] not in waiting:
             waiting[record["index"]] = (offset, size)
-            num_failed += "error" in record
+            num_failed += record.get("error") is not None
     return Recovered(next_index=next_index, waiting=waiting, num_failed=num_failed, sizes=sizes)
 
 

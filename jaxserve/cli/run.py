@@ -10,13 +10,14 @@ import logging
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from absl import flags
 
 from jaxserve.cli import resume, text_engine
 from jaxserve.cli.arguments import UsageError, parse_arguments
-from jaxserve.cli.batch_loop import BatchLoop, RunTotals
+from jaxserve.cli.batch_loop import BatchLoop, Parser, RunTotals
 from jaxserve.cli.flags import (
     configure_logging,
     define_engine,
@@ -24,6 +25,7 @@ from jaxserve.cli.flags import (
     help_text,
     wants_help,
 )
+from jaxserve.cli.openai_lines import EitherParser, OpenAiParser
 from jaxserve.cli.output_files import partial_path
 from jaxserve.cli.output_lock import OutputLock
 from jaxserve.cli.progress import make_progress
@@ -46,7 +48,8 @@ usage: jaxserve run --model=DIR|FILE.gguf|NAME [flags] "a prompt" ...
 Prompts on the command line print their text as it comes. An input file holds one JSON object a line:
   {"prompt": "text" or [token ids]} or {"messages": [{"role": ..., "content": ...}, ...]}
 with an optional "id", "priority", "cache_salt" and "tools" and any sampling field (docs/sampling.md); or,
-with --input_format=text, one prompt a line.
+with --input_format=text, one prompt a line. An OpenAI batch file (custom_id, method, url, body) is known by
+its first line; its results are {"index", "id", "custom_id", "response", "error"}.
 Each line, blank and broken ones too, gets one JSON line of output, in order:
   {"index", "id", "text", "token_ids", "finish_reason", "num_prompt_tokens", "num_cached_tokens",
    "num_output_tokens", "stop_reason" if one is known, "logprobs", "top_logprobs", "prompt_logprobs" if asked
@@ -65,7 +68,14 @@ def run_flags() -> flags.FlagValues:
     values = flags.FlagValues()
     group = {"flag_values": values, "module_name": "input and output"}
     flags.DEFINE_string("input", None, "A file of lines, or - for stdin.", **group)
-    flags.DEFINE_enum("input_format", "jsonl", ("jsonl", "text"), "What a line is.", **group)
+    flags.DEFINE_enum(
+        "input_format",
+        "auto",
+        ("auto", "jsonl", "openai", "text"),
+        "What a line is: JSON (jsonl), a line of an OpenAI batch file, or a prompt; auto = one of the "
+        "first two, by the first line.",
+        **group,
+    )
     flags.DEFINE_string(
         "output", None, "Where the JSON lines go; - for stdout, the default with --input.", **group
     )
@@ -130,14 +140,8 @@ def _run(job: RunJob, lock: OutputLock, stop: StopSignals) -> int:
         stop.defer()
         _move_the_last_records(job, recovered)
         return 1 if recovered.num_failed else 0
-    parser = LineParser(
-        sampling.sampling,
-        seed=_seed(job),
-        request=sampling.request,
-        is_text=job.is_text,
-        is_chat=job.is_chat,
-    )
     llm = text_engine.load_llm(job.model, job.engine_options)
+    parser = _parser(job, source, sampling, llm)
     identity = _check_engine(job, identity, llm)
     stop.defer()
     lock.keep()
@@ -161,6 +165,33 @@ def _run(job: RunJob, lock: OutputLock, stop: StopSignals) -> int:
     if not loop.complete:
         return stop.exit_code
     return 1 if loop.totals.num_failed + recovered.num_failed else 0
+
+
+def _parser(
+    job: RunJob, source: RunInput, sampling: SamplingSources, llm: text_engine.TextEngine
+) -> Parser:
+    """What understands the lines."""
+    plain = LineParser(
+        sampling.sampling,
+        seed=_seed(job),
+        request=sampling.request,
+        is_text=job.is_text,
+        is_chat=job.is_chat,
+    )
+
+    def openai() -> OpenAiParser:
+        return OpenAiParser(
+            llm,
+            names=(Path(job.model).name, job.model),
+            sampling=sampling.sampling,
+            seed=_seed(job),
+            request=sampling.request,
+        )
+
+    if job.is_openai(source.first):
+        return openai()
+    is_open = job.input_format == "auto" and source.sha256 is None  # a pipe: not read before
+    return EitherParser(plain, openai) if is_open else plain
 
 
 def _seed(job: RunJob) -> int:
@@ -206,7 +237,7 @@ def _check_output(
         raise UsageError(
             "--resume cannot continue a run that read a pipe: keep its input in a file"
         )
-    identity = job.identity(source.sha256, sampling.values())
+    identity = job.identity(source.sha256, sampling.values(), is_openai=job.is_openai(source.first))
     if not resume.has_records(file) or job.overwrite:
         return identity, resume.Recovered()
     if not job.resume:

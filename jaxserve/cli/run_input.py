@@ -119,11 +119,13 @@ class RunInput:
         lines: the lines, to be read once.
         num_lines: how many, or None for a pipe.
         sha256: of the content, hex, or None for a pipe.
+        first: the first line that is not blank; None for a pipe, or where there is none.
     """
 
     lines: LineSource
     num_lines: int | None
     sha256: str | None
+    first: bytes | None = None
 
 
 def open_prompts(prompts: Sequence[str]) -> RunInput:
@@ -156,7 +158,12 @@ def open_input(name: str, *, flag: str = "--input") -> RunInput:
         sha256, num_lines = _survey(path)
     except OSError as error:
         raise UsageError(f"cannot read {shown}: {error.strerror}") from None
-    return RunInput(lines=ReadyLines(_file_lines(path)), num_lines=num_lines, sha256=sha256)
+    return RunInput(
+        lines=ReadyLines(_file_lines(path)),
+        num_lines=num_lines,
+        sha256=sha256,
+        first=next((line for line in _file_lines(path) if line.strip()), None),
+    )
 
 
 def _piped(stream: BinaryIO, shown: str) -> RunInput:

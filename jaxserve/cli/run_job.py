@@ -9,6 +9,7 @@ from absl import flags
 
 from jaxserve.cli.arguments import UsageError
 from jaxserve.cli.flags import check_engine_options, engine_options
+from jaxserve.cli.openai_lines import looks_like_openai
 from jaxserve.cli.output_files import (
     all_files,
     appends_to_itself,
@@ -32,6 +33,7 @@ class RunJob:
     prompts: Sequence[str]
     input: str | None
     output: str | None
+    input_format: str
     is_text: bool
     is_chat: bool
     resume: bool
@@ -65,6 +67,7 @@ class RunJob:
             prompts=prompts,
             input=given["input"],
             output=output,
+            input_format=given["input_format"],
             is_text=bool(prompts) or given["input_format"] == "text",
             is_chat=given["chat"],
             resume=given["resume"],
@@ -118,18 +121,31 @@ class RunJob:
     def prints_text(self) -> bool:
         return bool(self.prompts) and self.output != "-"
 
-    def identity(self, sha256: str | None, sampling: Mapping[str, Any]) -> dict[str, Any]:
+    def is_openai(self, first: bytes | None) -> bool:
+        """Whether the input is an OpenAI batch file.
+
+        Args:
+            first: its first line that is not blank, as far as that is known.
+        """
+        if self.input_format != "auto":
+            return self.input_format == "openai"
+        return not self.prompts and first is not None and looks_like_openai(first)
+
+    def identity(
+        self, sha256: str | None, sampling: Mapping[str, Any], *, is_openai: bool
+    ) -> dict[str, Any]:
         """All that decides what the output holds; two runs may share an output only if these are equal.
 
         Args:
             sha256: of the input.
+            is_openai: whether its lines are those of an OpenAI batch file.
             sampling: every field that lines start from.
 
         Raises:
             CheckpointError: there is no such model.
         """
         engine = {key: self.engine_options[key] for key in ("seed", "dtype", "max_model_len")}
-        kind = {"is_text": self.is_text, "is_chat": self.is_chat}
+        kind = {"is_text": self.is_text, "is_chat": self.is_chat, "is_openai": is_openai}
         return {
             "input": {"sha256": sha256, **kind},
             "model": {"sha256": fingerprint(self.model)},

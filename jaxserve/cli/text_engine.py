@@ -13,6 +13,7 @@ from jaxserve.request import RequestOutput
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.schedule.observer import StepObserver
 from jaxserve.stats import EngineStats
+from jaxserve.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from jaxserve.build import StartupTimes
@@ -24,6 +25,14 @@ class EngineLike(Protocol):
     def has_work(self) -> bool: ...
 
     def stats(self) -> EngineStats: ...
+
+    def abort(self, request_id: str) -> RequestOutput | None: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]: ...
 
     @property
     def observers(self) -> list[StepObserver]: ...
@@ -40,6 +49,9 @@ class TextEngine(Protocol):
 
     @property
     def startup(self) -> "StartupTimes": ...
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]: ...
 

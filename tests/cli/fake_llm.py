@@ -4,6 +4,7 @@ As a program (`python -m tests.cli.fake_llm STEP_S LOAD_S run ...`) it is the co
 with so many seconds a step and for loading: something to interrupt and kill that starts at once.
 """
 
+import functools
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -15,10 +16,12 @@ from jaxserve.cli.main import main
 from jaxserve.config import EngineConfig
 from jaxserve.errors import CheckpointError
 from jaxserve.request import Request, RequestOutput, SamplingParams
+from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.text.watcher import StopWatcher
 from tests.fakes import VOCAB_SIZE, expected_tokens, make_engine
 
 HOST_PAGES_PER_GIB = 100
+TINY = Path(__file__).parents[2] / "checkpoints" / "tiny_llama"
 BREAKS_THE_ENGINE = "break the engine"
 
 
@@ -68,6 +71,11 @@ class FakeLLM:
         self.startup = FakeStartup()
         self.most_requests = 0
         self._is_broken = False
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        """tiny_llama's, for OpenAI batch files: they are encoded by one."""
+        return Tokenizer.from_directory(TINY)
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
         return encode(prompt) if isinstance(prompt, str) else list(prompt)
