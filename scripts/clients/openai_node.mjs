@@ -119,7 +119,7 @@ const checks = {
   },
 
   async errors() {
-    await assert.rejects(client.chat.completions.create({ ...greedy, temperature: 9 }), (error) => {
+    await assert.rejects(client.chat.completions.create({ ...greedy, temperature: -1 }), (error) => {
       assert.ok(error instanceof OpenAI.BadRequestError);
       assert.equal(error.param, "temperature");
       return true;
