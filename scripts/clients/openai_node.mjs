@@ -1,12 +1,12 @@
 // openai for Node against the server: whole replies, streams, the stream helper, tools, errors.
 //
-// Run by `scripts/run_clients` in a folder in which the package is installed: node FILE URL MODEL KEY.
+// Run by `scripts/run_clients`: node FILE URL MODEL KEY; JAXSERVE_CLIENT is the folder of the package.
 
 import assert from "node:assert/strict";
 import { createRequire } from "node:module";
 import path from "node:path";
 
-const require = createRequire(path.join(process.cwd(), "package.json"));
+const require = createRequire(path.join(process.env.JAXSERVE_CLIENT, "package.json"));
 const OpenAI = require("openai");
 
 const [url, model, apiKey] = process.argv.slice(2);
