@@ -18,13 +18,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxserve.server import health, metrics, models, tokenize
 from jaxserve.server.auth import Auth
 from jaxserve.server.body_limits import BodyLimits
+from jaxserve.server.dashboard import routes as dashboard
 from jaxserve.server.errors import as_api_error, internal_error
 from jaxserve.server.openai import chat, completions, openapi
 from jaxserve.server.request_ids import RequestIds, request_id_of
 from jaxserve.server.slow_readers import ClientGoneError, SlowReaders
 from jaxserve.server.state import ServerState
 
-_FEATURES = (health, models, tokenize, completions, chat, openapi, metrics)
+_FEATURES = (health, models, tokenize, completions, chat, openapi, metrics, dashboard)
 
 logger = logging.getLogger("jaxserve.server")
 

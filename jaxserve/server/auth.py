@@ -11,9 +11,12 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxserve.server.config import key_digest
+from jaxserve.server.dashboard.files import FILES
 from jaxserve.server.errors import ApiError
 
-OPEN_PATHS = frozenset({"/health", "/ping"})
+OPEN_PATHS = frozenset(
+    {"/health", "/ping", *FILES}
+)  # of the page only its files, which tell nothing
 
 
 class Auth:

@@ -1,0 +1,1 @@
+"""The page at /: what the engine does at this moment, and a box to try the model."""

@@ -1,0 +1,10 @@
+"""The files of the page. They hold nothing of a server, so `auth` lets everybody have them."""
+
+#: Path -> file and its type.
+FILES = {
+    "/": ("page.html", "text/html; charset=utf-8"),
+    "/dashboard/style.css": ("style.css", "text/css; charset=utf-8"),
+    "/dashboard/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "/dashboard/charts.js": ("charts.js", "text/javascript; charset=utf-8"),
+    "/dashboard/chat.js": ("chat.js", "text/javascript; charset=utf-8"),
+}
