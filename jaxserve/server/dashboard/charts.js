@@ -85,20 +85,21 @@ export function bars(canvas, steps) {
   const { pen, width, height } = opened;
   const pitch = 6;
   const shown = steps.slice(-Math.floor((width - AXIS) / pitch));
-  const most = Math.max(16, ...shown.map((s) => s.bucket_num_tokens));
+  const tokens = (s) => s.num_decode_tokens + s.num_chunk_tokens + s.num_padding_tokens;
+  const most = Math.max(16, ...shown.map(tokens));
   const top = 8, room = height - top - 4;
-  const tall = (tokens) => room * Math.sqrt(tokens / most);
+  const tall = (n) => room * Math.sqrt(n / most);
   for (const tick of ticks(most)) {
     grid(pen, width, top + room - tall(tick));
     label(pen, tick, AXIS - 7, top + room - tall(tick));
   }
   shown.forEach((step, i) => {
     const parts = [["decode", step.num_decode_tokens], ["chunk", step.num_chunk_tokens], ["padding", step.num_padding_tokens]];
-    const total = parts.reduce((sum, [, n]) => sum + n, 0);
+    const total = tokens(step);
     const x = width - (shown.length - i) * pitch;
     let y = top + room;
-    for (const [name, tokens] of parts) {
-      const part = total ? (tall(total) * tokens) / total : 0;
+    for (const [name, n] of parts) {
+      const part = total ? (tall(total) * n) / total : 0;
       pen.fillStyle = named(name);
       pen.fillRect(x, y - part, pitch - 1.5, part);
       y -= part;
