@@ -6,18 +6,17 @@ import numpy as np
 
 from jaxserve.server.load.http_client import HttpError
 from scripts.gates.checks import Check, Options
-from scripts.gates.server import RUNNING, TINY, WAITING, Server, gauges, wait_idle
+from scripts.gates.server import FEW_SHAPES, RUNNING, TINY, WAITING, Server, gauges, wait_idle
 from scripts.gates.traffic import MAX_MODEL_LEN, PHASES, Tally, answer_of, send_and_leave
 
 NUM_CLIENTS = 48
-NUM_PAGES = 121  # few enough that requests are preempted
+NUM_PAGES = 61  # few enough that requests are preempted
 PREEMPTIONS = "jaxserve:num_preemptions_total"
 _PROMPT = [7, 8, 9, 10, 11]
 _SHARES = (0.1, 0.15, 0.3, 0.15, 0.25, 0.05)  # of PHASES
 FLAGS = (
+    *FEW_SHAPES,
     f"--max_model_len={MAX_MODEL_LEN}",
-    "--max_num_seqs=16",
-    "--max_num_batched_tokens=64",
     "--page_size=16",
     f"--num_pages={NUM_PAGES}",
     "--max_queue_requests=1000",
@@ -104,6 +103,6 @@ def _checks(
 
 def num_leaked(found: dict[str, float], num_pages: int) -> float:
     """Pages that are neither free nor cached while nothing runs; the null page is neither."""
-    states = {name: x for name, x in found.items() if name.startswith("jaxserve:kv_pages{")}
+    states = {name: x for name, x in found.items() if name.startswith("jaxserve:pages{")}
     known = sum(x for name, x in states.items() if '"free"' in name or '"cached"' in name)
     return num_pages - 1 - known

@@ -9,7 +9,7 @@ import time
 
 from jaxserve.server.load.http_client import HttpClient, HttpError
 from scripts.gates.checks import Check, Options
-from scripts.gates.server import OWNED, TINY, Server, wait_idle
+from scripts.gates.server import FEW_SHAPES, OWNED, TINY, Server, wait_idle
 from scripts.gates.traffic import answer_of
 
 NUM_REQUESTS, NUM_TOKENS, PATIENCE_S, LIMIT_S = 200, 10_000, 0.5, 5.0
@@ -17,8 +17,7 @@ NUM_REQUESTS, NUM_TOKENS, PATIENCE_S, LIMIT_S = 200, 10_000, 0.5, 5.0
 
 def run(options: Options) -> list[Check]:
     """Runs it."""
-    flags = ("--max_num_seqs=16", "--max_num_batched_tokens=128")
-    with Server(TINY, *flags, log=options.folder / "cancel.log") as server:
+    with Server(TINY, *FEW_SHAPES, log=options.folder / "cancel.log") as server:
         return asyncio.run(_cancel(server))
 
 

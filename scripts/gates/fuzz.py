@@ -12,7 +12,7 @@ from pathlib import Path
 from jaxserve.server.load.http_client import HttpClient, HttpError
 from scripts.gates.checks import Check, Options
 from scripts.gates.fuzz_cases import MAX_MODEL_LEN, Case, make_case
-from scripts.gates.server import RUNNING, TINY, WAITING, Server, wait_idle
+from scripts.gates.server import FEW_SHAPES, RUNNING, TINY, WAITING, Server, wait_idle
 
 NUM_CLIENTS = 8
 LIMIT_S = 60.0  # a case that asks for many long outputs takes a while; nothing may take longer
@@ -24,9 +24,8 @@ _INSIDE = (
     bytes(Path(__file__).parents[2]),
 )
 FLAGS = (
+    *FEW_SHAPES,
     f"--max_model_len={MAX_MODEL_LEN}",
-    "--max_num_seqs=16",
-    "--max_num_batched_tokens=128",
     "--page_size=16",
     "--num_pages=300",
 )

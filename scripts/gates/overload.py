@@ -15,16 +15,15 @@ from jaxserve.server.load.client import LoadClient, Target
 from jaxserve.server.load.records import LoadRequest, RequestRecord
 from jaxserve.server.load.run_load import LoadResult, run_load
 from scripts.gates.checks import Check, Options
-from scripts.gates.server import TINY, Server
+from scripts.gates.server import FEW_SHAPES, NUM_SLOTS, TINY, Server
 
 OVERLOAD, LEAST_SHARE, SECONDS = 4.0, 0.9, 20.0
-SLOTS, QUEUE = 16, 32
+SLOTS, QUEUE = NUM_SLOTS, 32
 INPUT_LEN, OUTPUT_LEN = 32, 96
 SLACK_BYTES, SLACK_SHARE = 16 * 2**20, 0.03
 FLAGS = (
-    f"--max_num_seqs={SLOTS}",
+    *FEW_SHAPES,
     f"--max_queue_requests={QUEUE}",
-    "--max_num_batched_tokens=128",
     "--max_model_len=256",
     "--page_size=16",
     "--num_pages=400",

@@ -18,9 +18,17 @@ from jaxserve.server.load.http_client import Address, HttpClient, HttpError
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "checkpoints" / "tiny_llama"
+# Few programs, so that a start compiles for seconds.
+NUM_SLOTS = 16
+FEW_SHAPES = (
+    f"--max_num_seqs={NUM_SLOTS}",
+    "--max_num_batched_tokens=64",
+    "--token_buckets=16,64",
+    "--row_buckets=4,16",
+)
 RUNNING = "jaxserve:num_requests_running"
 WAITING = "jaxserve:num_requests_waiting"
-OWNED = 'jaxserve:kv_pages{state="owned"}'
+OWNED = 'jaxserve:pages{state="owned"}'
 _READY = re.compile(r"jaxserve: ready on (http://\S+)")
 _START_LIMIT_S = 300  # a first start compiles
 _STOP_LIMIT_S = 30

@@ -8,10 +8,10 @@ import time
 
 from jaxserve.server.load.http_client import Address, HttpClient, HttpError
 from scripts.gates.checks import Check, Options
-from scripts.gates.server import TINY, Server
+from scripts.gates.server import FEW_SHAPES, TINY, Server
 
-NUM_STREAMS, LIMIT_S, GRACE_S = 8, 4.0, 30
-FLAGS = ("--max_num_seqs=4", "--max_num_batched_tokens=64", "--num_pages=600", "--page_size=16")
+NUM_STREAMS, LIMIT_S, GRACE_S = 24, 4.0, 30
+FLAGS = (*FEW_SHAPES, "--num_pages=600", "--page_size=16")
 
 
 def run(options: Options) -> list[Check]:
@@ -36,7 +36,7 @@ async def _at_once(server: Server) -> list[Check]:
     left = server.pids()
     rows = [
         (
-            "SIGTERM with 8 streams under way",
+            f"SIGTERM with {NUM_STREAMS} streams under way",
             f"{seconds:.2f} s",
             f"< {LIMIT_S:g} s",
             seconds < LIMIT_S,
