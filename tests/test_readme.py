@@ -14,6 +14,7 @@ import pytest
 
 from jaxserve.cli.main import main
 from tests.llms import TINY
+from tests.server.processes import ServerProcess, curl_parts
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -47,7 +48,13 @@ def test_scripts_of_the_readme_are_what_ci_runs(repository):
     assert all(script in ci for script in named)
 
 
-COMMANDS = [c for text in (README, KERNELS, SAMPLING) for c in commands(text) if c not in SCRIPTS]
+SERVER = (".venv/bin/jaxserve serve ", "curl ")  # run together, below
+COMMANDS = [
+    c
+    for text in (README, KERNELS, SAMPLING)
+    for c in commands(text)
+    if c not in SCRIPTS and not c.startswith(SERVER)
+]
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +89,20 @@ def test_command(command, repository, tmp_path, home):
     assert done.returncode == 0, done.stderr
     written = tmp_path / "answers.jsonl"
     assert (written.read_text() if written.exists() else done.stdout).strip()
+
+
+def test_the_server_and_its_curl(home):
+    serve, curl = (c for c in commands() if c.startswith(SERVER))
+    arguments = shlex.split(serve.replace("smollm2-135m-instruct", str(TINY)))[2:]
+    arguments.remove("--port=8000")
+    command = [sys.executable, "-m", "jaxserve", "serve", *FAST, "--port=0", *arguments]
+    path, headers, body = curl_parts(curl)
+    with ServerProcess(command, {"HOME": str(home)}) as server:
+        with server.wait_ready().http() as http:
+            reply = http.post(path, headers=headers, content=body)
+        assert reply.status_code == 200, reply.text
+        assert reply.json()["choices"][0]["message"]["content"]
+        assert server.stop() == 0
 
 
 def test_commands_that_measure_are_understood_and_name_what_is_there(repository, capsys):

@@ -15,6 +15,8 @@ from starlette.responses import JSONResponse
 from jaxserve.errors import EngineDeadError, InvalidRequestError, RequestError
 
 RETRY_AFTER_S = 1
+# Why stands in the log: it may name what is none of a client's business.
+ENGINE_DEAD = "the engine is gone: nothing is served any more"
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -88,7 +90,7 @@ def as_api_error(error: BaseException) -> ApiError | None:
         case InvalidRequestError():
             return ApiError(400, error.message, type=error.type, param=error.param, code=error.code)
         case EngineDeadError():
-            return unavailable("the engine is gone: nothing is served any more", "engine_dead")
+            return unavailable(ENGINE_DEAD, "engine_dead")
         case RequestError():
             return ApiError(500, error.message, type=error.type, param=error.param, code=error.code)
         case HTTPException():

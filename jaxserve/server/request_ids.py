@@ -45,7 +45,7 @@ class RequestIds:
         try:
             await self._app(scope, receive, send_with_id)
         finally:
-            is_quiet = status == 200 and scope["path"] in _QUIET_PATHS
+            is_quiet = scope["path"] in _QUIET_PATHS
             logger.log(
                 logging.DEBUG if is_quiet else logging.INFO,
                 "%s %s %s in %.3f s, request %s",

@@ -25,7 +25,7 @@ from jaxserve.request import CacheSalt, Request, RequestOutput
 from jaxserve.server.admission import Admission, Place
 from jaxserve.server.config import ServerConfig
 from jaxserve.server.encoder import Encoder
-from jaxserve.server.errors import ApiError, unavailable
+from jaxserve.server.errors import ENGINE_DEAD, ApiError, unavailable
 from jaxserve.server.json_body import read_object
 from jaxserve.server.measures import Metrics
 from jaxserve.text.tokenizer import Tokenizer
@@ -121,7 +121,7 @@ class ServerState:
     def refusal(self) -> ApiError | None:
         """Why no new request is taken now; None = they are."""
         if self.client.failure is not None:
-            return unavailable(f"the engine is gone: {self.client.failure}", "engine_dead")
+            return unavailable(ENGINE_DEAD, "engine_dead")
         if not self.is_loaded:
             return unavailable("the model is loading", "loading")
         if self.is_draining:
@@ -207,9 +207,9 @@ class ServerState:
                 yield output
 
     def _too_late(self, *, is_queued: bool) -> ApiError:
-        limit, name = self.config.request_timeout_s, "request_timeout_s"
-        if is_queued and self.config.queue_timeout_s is not None:
-            limit, name = self.config.queue_timeout_s, "queue_timeout_s"
+        names = ("queue_timeout_s", "request_timeout_s") if is_queued else ("request_timeout_s",)
+        limits = {name: getattr(self.config, name) for name in names}
+        limit, name = min((s, name) for name, s in limits.items() if s is not None)
         # What was too much once is not tried again by itself, as OpenAI's clients do after a 504.
         return ApiError(
             504,

@@ -1,15 +1,32 @@
-"""Servers for tests: in the test's own loop over a fake engine (`serving`)."""
+"""Servers for tests: in the test's own loop over a fake engine (`serving`); a real one (`live_server`)."""
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import httpx
+import pytest
 
 from jaxserve.server.app import make_app
 from jaxserve.server.config import ServerConfig
 from jaxserve.server.state import ServerState
 from tests.server.fake_client import FakeEngineClient
+from tests.server.processes import ServerProcess
+
+
+@pytest.fixture(scope="session")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where servers of this session keep what they compiled: the second one starts quickly."""
+    return tmp_path_factory.mktemp("programs")
+
+
+@pytest.fixture(scope="session")
+def live_server(programs: Path) -> Iterator[ServerProcess]:
+    """A real server on tiny_llama, for tests that only ask it something and leave it idle."""
+    with ServerProcess.tiny(programs, "--shutdown_timeout=5") as server:
+        yield server.wait_ready()
+        assert server.stop() == 0, server.log
 
 
 @contextlib.asynccontextmanager

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,6 +15,18 @@ from pathlib import Path
 import httpx
 
 ROOT = Path(__file__).parent.parent.parent
+ADDRESS = "http://127.0.0.1:8000"  # of the documents
+TINY = ROOT / "checkpoints" / "tiny_llama"
+SMALL = (
+    "--max_num_seqs=4",
+    "--max_num_batched_tokens=32",
+    "--token_buckets=4,32",
+    "--row_buckets=4",
+    "--max_model_len=512",
+    "--num_pages=200",
+    "--page_size=16",
+)
+START_PATIENCE_S = 200.0  # of a real server that compiles
 PATIENCE_S = 60.0  # of tests on a busy machine; nothing is that slow
 
 
@@ -48,6 +61,17 @@ class ServerProcess:
         given = json.dumps({"config": config or {}, "client": client})
         return cls([sys.executable, "-m", "tests.server.fake_server", given])
 
+    @classmethod
+    def tiny(cls, cache: Path, *flags: str) -> "ServerProcess":
+        """A real one: `jaxserve serve` on tiny_llama, with few programs.
+
+        Args:
+            cache: where compiled programs are kept from one to the next.
+            flags: more of the command's flags.
+        """
+        command = [sys.executable, "-m", "jaxserve.server", f"--model={TINY}", "--port=0"]
+        return cls([*command, *SMALL, f"--compilation_cache_dir={cache}", *flags])
+
     def _read(self) -> None:
         assert self._process.stderr is not None
         for line in self._process.stderr:
@@ -73,16 +97,16 @@ class ServerProcess:
 
     def wait_ready(self) -> "ServerProcess":
         """Returns it once it serves."""
-        self.wait_for_line(r"ready on http://")
+        self.wait_until(lambda: "ready on http://" in self.log, START_PATIENCE_S)
         return self
 
     def wait_for_line(self, pattern: str) -> re.Match[str]:
         """The first match of a pattern in its log."""
         return self.wait_until(lambda: re.search(pattern, self.log))
 
-    def wait_until[T](self, what: Callable[[], T | None]) -> T:
+    def wait_until[T](self, what: Callable[[], T | None], patience_s: float = PATIENCE_S) -> T:
         """What a function gives, as soon as that is true."""
-        end = time.monotonic() + PATIENCE_S
+        end = time.monotonic() + patience_s
         while time.monotonic() < end:
             found = what()
             if found:
@@ -94,7 +118,7 @@ class ServerProcess:
                     return found
                 raise AssertionError(f"it ended with {self._process.returncode}:\n{self.log}")
             time.sleep(0.02)
-        raise AssertionError(f"waited for {PATIENCE_S} s in vain:\n{self.log}")
+        raise AssertionError(f"waited for {patience_s} s in vain:\n{self.log}")
 
     def signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
@@ -128,3 +152,12 @@ class ServerProcess:
     def http(self) -> httpx.Client:
         """A client of it."""
         return httpx.Client(base_url=self.url, timeout=PATIENCE_S, trust_env=False)
+
+
+def curl_parts(command: str) -> tuple[str, dict[str, str], str | None]:
+    """(path, headers, body) of a curl."""
+    words = shlex.split(command)[1:]
+    (url,) = (word for word in words if word.startswith(ADDRESS))
+    headers = dict(words[i + 1].split(": ", 1) for i, word in enumerate(words) if word == "-H")
+    bodies = [words[i + 1] for i, word in enumerate(words) if word == "-d"]
+    return url.removeprefix(ADDRESS), headers, bodies[0] if bodies else None
