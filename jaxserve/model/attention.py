@@ -8,12 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxserve.model.kv_scales import KVScales
-from jaxserve.model.layers import Linear, PackedLinear
+from jaxserve.model.layers import Linear
 from jaxserve.model.rope import rotate
 from jaxserve.model.sharding import over_heads
 from jaxserve.model_config import ModelConfig
@@ -66,24 +65,16 @@ class AttentionKernel:
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention; query head h reads kv head h // (H / K). `is_packed` as in `pack_layer`."""
+    """Grouped-query attention; query head h reads kv head h // (H / K)."""
 
-    def __init__(
-        self, config: ModelConfig, dtype, kernel: AttentionKernel, *, is_packed: bool = False
-    ):
+    def __init__(self, config: ModelConfig, dtype, kernel: AttentionKernel):
         q_size = config.num_heads * config.head_dim
         kv_size = config.num_kv_heads * config.head_dim
         bias = config.attention_bias
-        if is_packed:
-            self.qkv = PackedLinear(config.hidden_size, q_size + 2 * kv_size, dtype, use_bias=bias)
-            self.o = PackedLinear(q_size, config.hidden_size, dtype, use_bias=bias)
-        else:
-            self.q = Linear(config.hidden_size, q_size, dtype, use_bias=bias)
-            self.k = Linear(config.hidden_size, kv_size, dtype, use_bias=bias)
-            self.v = Linear(config.hidden_size, kv_size, dtype, use_bias=bias)
-            self.o = Linear(q_size, config.hidden_size, dtype, use_bias=bias)
-        self.is_packed = is_packed
-        self.splits = (q_size, q_size + kv_size)
+        self.q = Linear(config.hidden_size, q_size, dtype, use_bias=bias)
+        self.k = Linear(config.hidden_size, kv_size, dtype, use_bias=bias)
+        self.v = Linear(config.hidden_size, kv_size, dtype, use_bias=bias)
+        self.o = Linear(q_size, config.hidden_size, dtype, use_bias=bias)
         self.head_dim = config.head_dim
         self.kernel = kernel
 
@@ -112,24 +103,45 @@ class Attention(nnx.Module):
         def heads(y: jax.Array) -> jax.Array:
             return y.reshape(y.shape[0], -1, self.head_dim)
 
-        if self.is_packed:
-            q, k, v = jnp.split(self.qkv(x), self.splits, axis=1)
-        else:
-            q, k, v = self.q(x), self.k(x), self.v(x)
-        out, kv, _ = self.kernel.attend(
-            rotate(heads(q), cos, sin),
-            rotate(heads(k), cos, sin),
-            heads(v),
-            kv,
-            rows.kv_lens,
-            rows.page_table,
-            rows.kv_starts,
-            rows.cu_q_lens,
-            rows.ranges,
-            None if scales is None else scales.k,
-            None if scales is None else scales.v,
-            sm_scale=self.head_dim**-0.5,
-            backend=self.kernel.backend,
-            interpret=self.kernel.interpret or None,
-        )
-        return self.o(out.reshape(out.shape[0], -1)), kv
+        q = rotate(heads(self.q(x)), cos, sin)
+        k = rotate(heads(self.k(x)), cos, sin)
+        out, kv = attend_heads(self.kernel, q, k, heads(self.v(x)), rows, kv, scales)
+        return self.o(out), kv
+
+
+def attend_heads(
+    kernel: AttentionKernel,
+    q: Float[Array, "T H D"],
+    k: Float[Array, "T K D"],
+    v: Float[Array, "T K D"],
+    rows: PagedRows,
+    kv: KVPages,
+    scales: KVScales | None,
+) -> tuple[Float[Array, "T HD"], KVPages]:
+    """The one call of the kernel.
+
+    Args:
+        kernel: which one.
+        q, k, v: the tokens' heads, q and k rotated.
+        rows, kv, scales: as in `Attention`.
+
+    Returns:
+        ([T, H * D], the layer's pages).
+    """
+    out, kv, _ = kernel.attend(
+        q,
+        k,
+        v,
+        kv,
+        rows.kv_lens,
+        rows.page_table,
+        rows.kv_starts,
+        rows.cu_q_lens,
+        rows.ranges,
+        None if scales is None else scales.k,
+        None if scales is None else scales.v,
+        sm_scale=q.shape[-1] ** -0.5,
+        backend=kernel.backend,
+        interpret=kernel.interpret or None,
+    )
+    return out.reshape(out.shape[0], -1), kv

@@ -1,14 +1,9 @@
-"""The layers that any Llama-like model is made of.
-
-`linear` is the one projection of plain weights; `PackedLinear` is the same in C++, on packed ones.
-"""
+"""The layers that any Llama-like model is made of. `linear` is the one projection."""
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
-
-from pallas_kernels.dense.cpu import dense, packed_shape
 
 # float32 means float32: TPU and GPU would silently use fewer bits. bfloat16 operands are not affected.
 PRECISION = jax.lax.Precision.HIGHEST
@@ -29,7 +24,8 @@ def linear(
     return y if bias is None else y + bias[None, :]
 
 
-def _param(shape: tuple[int, ...], dtype: jnp.dtype) -> nnx.Param:
+def param(shape: tuple[int, ...], dtype: jnp.dtype) -> nnx.Param:
+    """A parameter, to be replaced by what is loaded."""
     return nnx.Param(jnp.zeros(shape, dtype))
 
 
@@ -37,33 +33,18 @@ class Linear(nnx.Module):
     """A projection: kernel [in, out] and, where the config asks for it, bias [out]."""
 
     def __init__(self, num_in: int, num_out: int, dtype: jnp.dtype, *, use_bias: bool = False):
-        self.kernel = _param((num_in, num_out), dtype)
-        self.bias = _param((num_out,), dtype) if use_bias else None
+        self.kernel = param((num_in, num_out), dtype)
+        self.bias = param((num_out,), dtype) if use_bias else None
 
     def __call__(self, x: Float[Array, "T I"]) -> Float[Array, "T O"]:
         return linear(x, self.kernel[...], None if self.bias is None else self.bias[...])
-
-
-class PackedLinear(nnx.Module):
-    """A projection in C++, of any number of rows: packed f32[P, in, 64] (`model.packed`) and bias f32[out]
-    where the config asks for it.
-    """
-
-    def __init__(self, num_in: int, num_out: int, dtype: jnp.dtype, *, use_bias: bool = False):
-        self.packed = _param(packed_shape(num_in, num_out), dtype)
-        self.bias = _param((num_out,), dtype) if use_bias else None
-        self.num_out = num_out
-
-    def __call__(self, x: Float[Array, "T I"]) -> Float[Array, "T O"]:
-        y = dense(x, self.packed[...], self.num_out)
-        return y if self.bias is None else y + self.bias[...][None, :]
 
 
 class RMSNorm(nnx.Module):
     """Root mean square norm, computed in float32. Source: Zhang and Sennrich 2019."""
 
     def __init__(self, size: int, eps: float, dtype: jnp.dtype):
-        self.scale = _param((size,), dtype)
+        self.scale = param((size,), dtype)
         self.eps = eps
 
     def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
@@ -77,7 +58,7 @@ class Embedding(nnx.Module):
     """Token embedding [V, E]; `attend` is the tied head."""
 
     def __init__(self, vocab_size: int, hidden_size: int, dtype: jnp.dtype):
-        self.embedding = _param((vocab_size, hidden_size), dtype)
+        self.embedding = param((vocab_size, hidden_size), dtype)
 
     def __call__(self, token_ids: Int[Array, " T"]) -> Float[Array, "T E"]:
         return self.embedding[...].at[token_ids].get(mode="clip")
@@ -98,29 +79,12 @@ class Embedding(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x)). Source: Shazeer 2020. `is_packed` as in `pack_layer`."""
+    """SwiGLU: down(silu(gate(x)) * up(x)). Source: Shazeer 2020."""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        inner_size: int,
-        dtype: jnp.dtype,
-        *,
-        use_bias: bool,
-        is_packed: bool = False,
-    ):
-        if is_packed:
-            self.gate_up = PackedLinear(hidden_size, 2 * inner_size, dtype, use_bias=use_bias)
-            self.down = PackedLinear(inner_size, hidden_size, dtype, use_bias=use_bias)
-        else:
-            self.gate = Linear(hidden_size, inner_size, dtype, use_bias=use_bias)
-            self.up = Linear(hidden_size, inner_size, dtype, use_bias=use_bias)
-            self.down = Linear(inner_size, hidden_size, dtype, use_bias=use_bias)
-        self.is_packed = is_packed
+    def __init__(self, hidden_size: int, inner_size: int, dtype: jnp.dtype, *, use_bias: bool):
+        self.gate = Linear(hidden_size, inner_size, dtype, use_bias=use_bias)
+        self.up = Linear(hidden_size, inner_size, dtype, use_bias=use_bias)
+        self.down = Linear(inner_size, hidden_size, dtype, use_bias=use_bias)
 
     def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
-        if self.is_packed:
-            gate, up = jnp.split(self.gate_up(x), 2, axis=1)
-        else:
-            gate, up = self.gate(x), self.up(x)
-        return self.down(jax.nn.silu(gate) * up)
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))

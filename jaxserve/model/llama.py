@@ -5,7 +5,8 @@ params   {"embed": {"embedding"}, "layers": {0: {"input_norm", "attn", "post_att
 ...},
           "norm": {"scale"}, "lm_head": {"kernel"} unless tied}
 
-That is the form in which params are given; on their way to the device matrices may be packed (`packed`).
+That is the form in which params are given; on their way to the device matrices may be packed (`packed`),
+and then the same runs in C++ (`packed_llama`).
 """
 
 from collections.abc import Callable
@@ -17,7 +18,8 @@ from jaxtyping import Array, Float
 
 from jaxserve.model.attention import Attention, AttentionKernel, PagedRows
 from jaxserve.model.kv_scales import KVScales
-from jaxserve.model.layers import MLP, Embedding, Linear, PackedLinear, RMSNorm
+from jaxserve.model.layers import MLP, Embedding, Linear, RMSNorm
+from jaxserve.model.packed_llama import PackedLlamaBlock, PackedLlamaHead
 from jaxserve.model_config import ModelConfig
 from pallas_kernels.ragged_paged_attention.layout import KVPages
 
@@ -37,23 +39,12 @@ class ModelParts(NamedTuple):
 class LlamaBlock(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        dtype: jnp.dtype,
-        kernel: AttentionKernel,
-        *,
-        is_packed: bool = False,
-    ):
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, kernel: AttentionKernel):
         self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.attn = Attention(config, dtype, kernel, is_packed=is_packed)
+        self.attn = Attention(config, dtype, kernel)
         self.post_attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.mlp = MLP(
-            config.hidden_size,
-            config.intermediate_size,
-            dtype,
-            use_bias=config.mlp_bias,
-            is_packed=is_packed,
+            config.hidden_size, config.intermediate_size, dtype, use_bias=config.mlp_bias
         )
 
     def __call__(self, x, cos, sin, rows: PagedRows, kv: KVPages, scales: KVScales | None):
@@ -63,15 +54,11 @@ class LlamaBlock(nnx.Module):
 
 
 class LlamaHead(nnx.Module):
-    """Final norm and head; the head is the embedding itself where the config ties them, or a packed
-    copy of it.
-    """
+    """Final norm and head; the head is the embedding itself where the config ties them."""
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, *, is_packed: bool = False):
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        if is_packed:
-            self.lm_head = PackedLinear(config.hidden_size, config.vocab_size, dtype)
-        elif config.tie_word_embeddings:
+        if config.tie_word_embeddings:
             self.embed = Embedding(config.vocab_size, config.hidden_size, dtype)
         else:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype)
@@ -95,7 +82,7 @@ def llama_parts(config: ModelConfig, dtype: jnp.dtype, kernel: AttentionKernel) 
     return ModelParts(
         embed=lambda: Embedding(config.vocab_size, config.hidden_size, dtype),
         block=lambda: LlamaBlock(config, dtype, kernel),
-        packed_block=lambda: LlamaBlock(config, dtype, kernel, is_packed=True),
+        packed_block=lambda: PackedLlamaBlock(config, dtype, kernel),
         head=lambda: LlamaHead(config, dtype),
-        packed_head=lambda: LlamaHead(config, dtype, is_packed=True),
+        packed_head=lambda: PackedLlamaHead(config, dtype),
     )

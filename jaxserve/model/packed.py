@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.dense.cpu import pack
+from pallas_kernels.dense.cpu import pack, pack_gated
 
 # (module, the name of what is packed, its parts in the order of their columns)
 PACKED = (
@@ -61,16 +61,26 @@ def pack_layer(layer: Mapping[str, Any]) -> dict[str, Any]:
     """
     packed = {key: value for key, value in layer.items() if key not in ("attn", "mlp")}
     for module, name, parts in PACKED:
-        packed.setdefault(module, {})[name] = pack_linear([layer[module][part] for part in parts])
+        make = pack_swiglu if name == "gate_up" else pack_linear
+        packed.setdefault(module, {})[name] = make([layer[module][part] for part in parts])
     return packed
 
 
 def pack_linear(parts: list[Mapping[str, Any]]) -> dict[str, Any]:
     """Projections of the same rows as one."""
-    packed = {"packed": pack([part["kernel"] for part in parts])}
-    if "bias" in parts[0]:
-        packed["bias"] = _end_to_end([part["bias"] for part in parts])
-    return packed
+    return _with_bias(pack([part["kernel"] for part in parts]), parts)
+
+
+def pack_swiglu(parts: list[Mapping[str, Any]]) -> dict[str, Any]:
+    """Gate and up as one, a piece of each in every panel; their biases end to end."""
+    gate, up = (part["kernel"] for part in parts)
+    return _with_bias(pack_gated(gate, up), parts)
+
+
+def _with_bias(packed: Any, parts: list[Mapping[str, Any]]) -> dict[str, Any]:
+    if "bias" not in parts[0]:
+        return {"packed": packed}
+    return {"packed": packed, "bias": _end_to_end([part["bias"] for part in parts])}
 
 
 def _end_to_end(biases: list[Any]) -> Any:

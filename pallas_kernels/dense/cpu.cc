@@ -1,26 +1,29 @@
-// A layer's dense product on CPU as an XLA FFI custom call, float32. Called by cpu.py.
+// The dense products of a layer on CPU as XLA FFI custom calls, float32, each with what stands before and behind it.
+// Called by cpu.py.
 //
-//   x [M, K], packed [P, K, 64]  ->  x @ weight [M, N], where weight [K, N] lies in panels of 64 columns (cpu.py)
+//   jaxserve_dense         norm(x) @ weight + bias + residual
+//   jaxserve_dense_gated   silu(norm(x) @ gate + bias) * (norm(x) @ up + bias)
+//   jaxserve_dense_heads   norm(x) @ weight + bias, cut into q, k and v; q and k rotated by their positions
 //
-//   an item of work      a range of half panels, for up to kMostRows rows of x
-//     its panels         one run of memory, read once: what comes next is fetched while this is multiplied
-//       kDepth rows      of a panel, which stay in the first cache while all rows of x pass by
-//         R rows of x    against the panel's width in registers
+//   x [M, K]   packed [P, K, 64], the weight in panels of 64 columns (cpu.py)   scale [K], bias [N] or empty
 //
-// With few rows the time is that of reading the weights, with many that of the multiplications.
+//   norm                 rows in equal ranges; once, into memory of the calling thread
+//   an item of work      a range of units for up to kMostRows rows; its panels are one run of memory, read once
+//     a unit             the columns that are finished together, while they are in the cache: half a panel, a panel of
+//                        gate and up, or the fewest panels that are whole heads
 //
-// A sum runs over K in order: each kDepth terms in an accumulator of their own, then added to those before. So the
-// rounding of a term does not grow with K, and one huge term spoils only those of its own block. Whatever M, the items
-// and the threads are, a row of the result is the same, bit for bit, beside any other rows.
+// With few rows the time is that of reading the weights, with many that of the multiplications. A row of a result is
+// the same, bit for bit, beside any other rows (product.h), and no row sees another.
 //
-// Source: register and cache blocking, Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication",
-// 2008.
+// Source: RMSNorm, Zhang and Sennrich 2019; SwiGLU, Shazeer 2020; rotation, Su et al. 2021.
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
-#include <cstring>
+#include <numeric>
 #include <string>
 #include <vector>
 
+#include "pallas_kernels/dense/product.h"
 #include "pallas_kernels/native/threads.h"
 #include "pallas_kernels/native/vectors.h"
 #include "xla/ffi/api/ffi.h"
@@ -32,149 +35,230 @@ namespace {
 
 using F32 = ffi::Buffer<ffi::F32>;
 
-constexpr int kPanel = 64;       // columns
-constexpr int kHalf = kPanel / 2;
-constexpr int kDepth = 288;       // rows of a panel at a time: 72 KiB
-constexpr int kMostRows = 480;   // of x in an item: they and the results stay in the second cache
-constexpr int kAhead = 128;       // rows of a panel between what is fetched and what is multiplied: 32 KiB
-constexpr int kLine = 16;         // floats
-constexpr int kWide = kVectors * kLanes;  // columns that the registers hold, at most a panel
-static_assert(kPanel % kWide == 0);
+constexpr int kMostRows = 480;         // of x in an item: they and the results stay in the second cache
+constexpr int64_t kFewNormed = 1 << 14;  // values that are normed sooner than a second thread has begun
+constexpr float kLog2E = 1.44269504f;
 
-// C[R, V vectors] (+)= A[R, k] B[k, V vectors], B with kPanel floats a row; meanwhile fetches, for each row of B,
-// `Lines` lines of the row that lies `ahead` floats behind it.
-template <int R, int V, int Lines, bool Add>
-void product(const float* a, int64_t lda, const float* b, int64_t ahead, float* c, int64_t ldc, int k) {
-  Vector total[R][V];
-  for (int r = 0; r < R; ++r)
-    for (int j = 0; j < V; ++j) total[r][j] = Vector{};
-  for (int i = 0; i < k; ++i, b += kPanel) {
-    Vector row[V];
-    for (int j = 0; j < V; ++j) row[j] = at(b + kLanes * j);
-    for (int line = 0; line < Lines; ++line) __builtin_prefetch(b + ahead + kLine * line, 0, 2);
-    for (int r = 0; r < R; ++r)
-      for (int j = 0; j < V; ++j) total[r][j] += a[r * lda + i] * row[j];
-  }
-  for (int r = 0; r < R; ++r)
-    for (int j = 0; j < V; ++j) {
-      if constexpr (Add) at(c + r * ldc + kLanes * j) += total[r][j];
-      else at(c + r * ldc + kLanes * j) = total[r][j];
-    }
+// What a product is made of; n columns count, of those that the panels have.
+struct Operands {
+  const float *x, *packed, *scale, *bias;
+  int64_t m, k, n;
+  float eps;
+};
+
+ffi::Error refuse(const std::string& why) { return ffi::Error::InvalidArgument("dense: " + why); }
+
+const float* data_or_null(const F32& buffer) { return buffer.element_count() ? buffer.typed_data() : nullptr; }
+
+std::string shape_of(const F32& buffer) {
+  std::string text = "[";
+  for (int64_t size : buffer.dimensions()) text += (text.size() > 1 ? ", " : "") + std::to_string(size);
+  return text + "]";
 }
 
-using Product = void (*)(const float*, int64_t, const float*, int64_t, float*, int64_t, int);
-
-template <int R, int V, bool Add>
-Product pick_lines(int lines) {
-  switch (lines) {
-    case 0: return product<R, V, 0, Add>;
-    case 1: return product<R, V, 1, Add>;
-    case 2: return product<R, V, 2, Add>;
-    default: return product<R, V, 4, Add>;
-  }
+// The operands of a call whose weight has n columns, in `panels` panels; every shape is checked here.
+ffi::Error read_operands(const F32& x, const F32& packed, const F32& scale, const F32& bias, float eps, int64_t n,
+                         int64_t panels, Operands& operands) {
+  const auto xd = x.dimensions(), pd = packed.dimensions();
+  if (xd.size() != 2 || pd.size() != 3) return refuse("expected x [M, K] and packed [P, K, 64]");
+  if (pd[1] != xd[1] || pd[2] != kPanel || pd[0] != panels)
+    return refuse("a weight of " + std::to_string(pd[0]) + " panels of " + std::to_string(pd[1]) + " rows and " +
+                  std::to_string(pd[2]) + " columns does not fit x of " + std::to_string(xd[1]) + " and a result of " +
+                  std::to_string(n) + " columns");
+  if (scale.element_count() && shape_of(scale) != "[" + std::to_string(xd[1]) + "]")
+    return refuse("scale " + shape_of(scale) + " does not fit x of " + std::to_string(xd[1]));
+  if (bias.element_count() && shape_of(bias) != "[" + std::to_string(n) + "]")
+    return refuse("bias " + shape_of(bias) + " does not fit a result of " + std::to_string(n) + " columns");
+  operands = {x.typed_data(), packed.typed_data(), data_or_null(scale), data_or_null(bias), xd[0], xd[1], n, eps};
+  return ffi::Error::Success();
 }
 
-template <int V, bool Add>
-Product pick_rows(int r, int lines) {
-  switch (r) {
-    case 1: return pick_lines<1, V, Add>(lines);
-    case 2: return pick_lines<2, V, Add>(lines);
-    case 3: return pick_lines<3, V, Add>(lines);
-    case 4: return pick_lines<4, V, Add>(lines);
-    case 5: return pick_lines<5, V, Add>(lines);
-    default: return pick_lines<kRows, V, Add>(lines);
-  }
-}
-static_assert(kRows == 6);
-
-template <int V>
-Product pick(int r, int lines, bool add) {
-  return add ? pick_rows<V, true>(r, lines) : pick_rows<V, false>(r, lines);
+void norm_row(const float* x, const float* scale, int64_t k, float eps, float* normed) {
+  Vector squares{};
+  int64_t i = 0;
+  for (; i + kLanes <= k; i += kLanes) squares += at(x + i) * at(x + i);
+  float total = sum(squares);
+  for (int64_t j = i; j < k; ++j) total += x[j] * x[j];
+  const float factor = 1.f / std::sqrt(total / static_cast<float>(k) + eps);
+  for (i = 0; i + kLanes <= k; i += kLanes) at(normed + i) = at(x + i) * factor * at(scale + i);
+  for (; i < k; ++i) normed[i] = x[i] * factor * scale[i];
 }
 
-// x times `wide` columns of kDepth rows of a panel, or fewer at its end. The fetching is shared out over the first
-// groups of rows.
-void multiply_depth(const float* x, int64_t m, int64_t k, int depth, const float* b, int wide, float* c, int64_t ldc,
-                    bool add) {
-  const int64_t groups = (m + kRows - 1) / kRows;
-  const int lines = std::max(1, wide / kLine), fetchers = static_cast<int>(std::min<int64_t>(groups, lines));
-  for (int64_t group = 0; group < groups; ++group) {
-    const int64_t first = m * group / groups, end = m * (group + 1) / groups;
-    const int rows = static_cast<int>(end - first);
-    int from = 0, count = 0;
-    if (group < fetchers) {
-      from = static_cast<int>(lines * group / fetchers);
-      count = static_cast<int>(lines * (group + 1) / fetchers) - from;
-    }
-    const Product run = wide == kWide ? pick<kVectors>(rows, count, add) : pick<kVectors / 2>(rows, count, add);
-    run(x + first * k, k, b, int64_t{kAhead} * kPanel + kLine * from, c + first * ldc, ldc, depth);
-  }
-}
-
-// x [m, k] times columns [from, to) of a panel, multiples of kHalf.
-void multiply_panel(const float* x, int64_t m, int64_t k, const float* panel, int from, int to, float* c, int64_t ldc) {
-  for (int64_t begin = 0; begin < k; begin += kDepth) {
-    const int depth = static_cast<int>(std::min<int64_t>(kDepth, k - begin));
-    for (int column = from; column < to;) {
-      const int wide = std::min(kWide, to - column);
-      multiply_depth(x + begin, m, k, depth, panel + begin * kPanel + column, wide, c + column, ldc, begin > 0);
-      column += wide;
-    }
-  }
+// The rows that are multiplied: x itself where there is no norm. They belong to the calling thread until its next call.
+const float* normed_rows(ffi::ThreadPool& threads, const Operands& of) {
+  if (of.scale == nullptr) return of.x;
+  static thread_local std::vector<float> memory;
+  memory.resize(std::max<size_t>(memory.size(), of.m * of.k));
+  float* normed = memory.data();
+  const int64_t ranges = of.m * of.k <= kFewNormed ? 1 : std::min<int64_t>(of.m, threads.num_threads());
+  parallel_for(threads, static_cast<int>(ranges), [&](int i) {
+    for (int64_t row = of.m * i / ranges; row < of.m * (i + 1) / ranges; ++row)
+      norm_row(of.x + row * of.k, of.scale, of.k, of.eps, normed + row * of.k);
+  });
+  return normed;
 }
 
 struct Item {
-  int64_t first_row, end_row, first_half, end_half;
+  int64_t first_row, end_row, first_unit, end_unit;
 };
 
-// Half panels in equal ranges, rows in equal groups: as many items as keep all threads busy.
-std::vector<Item> make_items(int64_t m, int64_t halves, int64_t num_threads) {
-  const int64_t ranges = std::min(halves, num_threads);
+// Units in equal ranges, rows in equal groups: as many items as keep all threads busy.
+std::vector<Item> make_items(int64_t m, int64_t units, int64_t num_threads) {
+  const int64_t ranges = std::min(units, num_threads);
   const int64_t most = (m + kRows - 1) / kRows;
   const int64_t groups = std::min(most, std::max((m + kMostRows - 1) / kMostRows, (num_threads + ranges - 1) / ranges));
   std::vector<Item> items;
   for (int64_t group = 0; group < groups; ++group)
     for (int64_t range = 0; range < ranges; ++range)
-      items.push_back({m * group / groups, m * (group + 1) / groups, halves * range / ranges,
-                       halves * (range + 1) / ranges});
+      items.push_back({m * group / groups, m * (group + 1) / groups, units * range / ranges,
+                       units * (range + 1) / ranges});
   return items;
 }
 
-void multiply(const float* x, int64_t k, const float* packed, float* result, int64_t n, const Item& item) {
+// Hands each row of each unit to finish(row, first column, columns, values), with all columns of its panels.
+template <class Finish>
+void multiply_units(ffi::ThreadPool& threads, const Operands& of, int64_t panels, int64_t unit, const Finish& finish) {
+  const float* x = normed_rows(threads, of);
+  const std::vector<Item> items = make_items(of.m, (panels + unit - 1) / unit, threads.num_threads());
+  parallel_for(threads, static_cast<int>(items.size()), [&](int i) {
+    const Item& item = items[i];
+    const int64_t m = item.end_row - item.first_row, wide = unit * kPanel;
+    static thread_local std::vector<float> memory;
+    memory.resize(std::max<size_t>(memory.size(), m * wide));
+    float* values = memory.data();
+    for (int64_t one = item.first_unit; one < item.end_unit; ++one) {
+      const int64_t first = one * unit, end = std::min(panels, first + unit);
+      for (int64_t panel = first; panel < end; ++panel)
+        multiply_panel(x + item.first_row * of.k, m, of.k, of.packed + panel * of.k * kPanel, 0, kPanel,
+                       values + (panel - first) * kPanel, wide);
+      for (int64_t row = 0; row < m; ++row)
+        finish(item.first_row + row, first * kPanel, (end - first) * kPanel, values + row * wide);
+    }
+  });
+}
+
+// Columns [first, first + count) of a row of the result, with bias and residual.
+void write_sum(const float* values, const float* bias, const float* residual, int64_t count, float* result) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    Vector value = at(values + i);
+    if (bias != nullptr) value += at(bias + i);
+    if (residual != nullptr) value = at(residual + i) + value;
+    at(result + i) = value;
+  }
+  for (; i < count; ++i) {
+    const float value = bias != nullptr ? values[i] + bias[i] : values[i];
+    result[i] = residual != nullptr ? residual[i] + value : value;
+  }
+}
+
+// Half panels of one item: where the result has all their columns it is where they are summed up.
+void multiply_halves(const float* x, const Operands& of, const float* residual, const Item& item, float* result) {
   static thread_local std::vector<float> last;  // of a panel that the result has not all columns of
   const int64_t m = item.end_row - item.first_row;
-  const float* rows = x + item.first_row * k;
-  for (int64_t half = item.first_half; half < item.end_half;) {
-    const int64_t panel = half / 2, end = std::min(item.end_half, 2 * panel + 2);
+  const float* rows = x + item.first_row * of.k;
+  for (int64_t half = item.first_unit; half < item.end_unit;) {
+    const int64_t panel = half / 2, end = std::min(item.end_unit, 2 * panel + 2);
     const int from = static_cast<int>(half - 2 * panel) * kHalf, to = static_cast<int>(end - 2 * panel) * kHalf;
-    float* own = result + item.first_row * n + panel * kPanel;
-    const int64_t columns = n - panel * kPanel;
-    if (to <= columns) {
-      multiply_panel(rows, m, k, packed + panel * k * kPanel, from, to, own, n);
-    } else if (from < columns) {
-      last.resize(m * kPanel);
-      multiply_panel(rows, m, k, packed + panel * k * kPanel, from, to, last.data(), kPanel);
-      for (int64_t row = 0; row < m; ++row)
-        std::memcpy(own + row * n + from, last.data() + row * kPanel + from, (columns - from) * sizeof(float));
+    const int64_t place = item.first_row * of.n + panel * kPanel, count = std::min<int64_t>(to, of.n - panel * kPanel);
+    float *values = result + place;
+    int64_t stride = of.n;
+    if (count < to) {
+      last.resize(std::max<size_t>(last.size(), m * kPanel));
+      values = last.data(), stride = kPanel;
     }
+    multiply_panel(rows, m, of.k, of.packed + panel * of.k * kPanel, from, to, values, stride);
+    if (count < to || of.bias != nullptr || residual != nullptr)
+      for (int64_t row = 0; row < m; ++row)
+        write_sum(values + row * stride + from, of.bias ? of.bias + panel * kPanel + from : nullptr,
+                  residual ? residual + place + row * of.n + from : nullptr, count - from, result + place + row * of.n + from);
     half = end;
   }
 }
 
-ffi::Error refuse(const std::string& why) { return ffi::Error::InvalidArgument("dense: " + why); }
-
-ffi::Error run(ffi::ThreadPool threads, F32 x, F32 packed, ffi::Result<F32> result) {
-  const auto xd = x.dimensions(), pd = packed.dimensions(), rd = result->dimensions();
-  if (xd.size() != 2 || pd.size() != 3 || rd.size() != 2) return refuse("expected x [M, K], packed [P, K, 64], [M, N]");
-  const int64_t m = xd[0], k = xd[1], n = rd[1], panels = pd[0];
-  if (pd[1] != k || pd[2] != kPanel || rd[0] != m || (n + kPanel - 1) / kPanel != panels)
-    return refuse("a weight of " + std::to_string(panels) + " panels of " + std::to_string(pd[1]) + " rows and " +
-                  std::to_string(pd[2]) + " columns does not fit x of " + std::to_string(k) + " and a result of " +
-                  std::to_string(n) + " columns");
-  const float *rows = x.typed_data(), *weight = packed.typed_data();
+ffi::Error run(ffi::ThreadPool threads, F32 x, F32 packed, F32 scale, F32 bias, F32 residual, ffi::Result<F32> result,
+               float eps) {
+  if (result->dimensions().size() != 2) return refuse("expected a result [M, N]");
+  const int64_t n = result->dimensions()[1];
+  Operands of;
+  if (auto error = read_operands(x, packed, scale, bias, eps, n, (n + kPanel - 1) / kPanel, of); error.failure())
+    return error;
+  if (result->dimensions()[0] != of.m) return refuse("a result " + shape_of(*result) + " of x " + shape_of(x));
+  if (residual.element_count() && shape_of(residual) != shape_of(*result))
+    return refuse("residual " + shape_of(residual) + " does not fit a result " + shape_of(*result));
+  const float *rows = normed_rows(threads, of), *added = data_or_null(residual);
   float* out = result->typed_data();
-  const std::vector<Item> items = make_items(m, (n + kHalf - 1) / kHalf, threads.num_threads());
-  parallel_for(threads, static_cast<int>(items.size()), [&](int i) { multiply(rows, k, weight, out, n, items[i]); });
+  const std::vector<Item> items = make_items(of.m, (n + kHalf - 1) / kHalf, threads.num_threads());
+  parallel_for(threads, static_cast<int>(items.size()),
+               [&](int i) { multiply_halves(rows, of, added, items[i], out); });
+  return ffi::Error::Success();
+}
+
+// x / (1 + e^-x); the power that is taken is never above 1.
+Vector silu(Vector x) {
+  const Vector e = exp2_nonpositive((x < 0.f ? x : -x) * kLog2E);
+  return x * ((x < 0.f ? e : Vector{} + 1.f) / (1.f + e));
+}
+
+ffi::Error run_gated(ffi::ThreadPool threads, F32 x, F32 packed, F32 scale, F32 bias, ffi::Result<F32> result,
+                     float eps) {
+  if (result->dimensions().size() != 2) return refuse("expected a result [M, N / 2]");
+  const int64_t n = result->dimensions()[1], panels = (n + kHalf - 1) / kHalf;
+  Operands of;
+  if (auto error = read_operands(x, packed, scale, bias, eps, 2 * n, panels, of); error.failure()) return error;
+  if (result->dimensions()[0] != of.m) return refuse("a result " + shape_of(*result) + " of x " + shape_of(x));
+  float* out = result->typed_data();
+  multiply_units(threads, of, panels, 1, [&](int64_t row, int64_t column, int64_t, float* values) {
+    float *gate = values, *up = values + kHalf;
+    const int64_t first = column / 2, count = std::min<int64_t>(kHalf, n - first);
+    for (int64_t i = 0; of.bias != nullptr && i < count; ++i) {
+      gate[i] += of.bias[first + i];
+      up[i] += of.bias[n + first + i];
+    }
+    for (int i = 0; i < kHalf; i += kLanes) at(gate + i) = silu(at(gate + i)) * at(up + i);
+    write_sum(gate, nullptr, nullptr, count, out + row * n + first);
+  });
+  return ffi::Error::Success();
+}
+
+// One head, the halves of which are the pairs.
+void rotate(const float* head, const float* cos, const float* sin, int half, float* result) {
+  for (int i = 0; i < half; ++i) {
+    const float low = head[i], high = head[half + i];
+    result[i] = low * cos[i] - high * sin[i];
+    result[half + i] = high * cos[i] + low * sin[i];
+  }
+}
+
+ffi::Error run_heads(ffi::ThreadPool threads, F32 x, F32 packed, F32 scale, F32 bias, F32 cos, F32 sin,
+                     ffi::Result<F32> q, ffi::Result<F32> k, ffi::Result<F32> v, float eps) {
+  const auto qd = q->dimensions(), kd = k->dimensions();
+  if (qd.size() != 3 || kd.size() != 3 || shape_of(*k) != shape_of(*v) || qd[0] != kd[0] || qd[2] != kd[2])
+    return refuse("expected q [M, H, D] and k, v [M, K, D], not " + shape_of(*q) + ", " + shape_of(*k) + " and " +
+                  shape_of(*v));
+  const int64_t heads = qd[1], kv_heads = kd[1], dim = qd[2], n = (heads + 2 * kv_heads) * dim;
+  const int64_t panels = (n + kPanel - 1) / kPanel;
+  Operands of;
+  if (auto error = read_operands(x, packed, scale, bias, eps, n, panels, of); error.failure()) return error;
+  if (qd[0] != of.m) return refuse("q " + shape_of(*q) + " of x " + shape_of(x));
+  const std::string phases = "[" + std::to_string(of.m) + ", 1, " + std::to_string(dim / 2) + "]";
+  if (dim % 2 || shape_of(cos) != phases || shape_of(sin) != phases)
+    return refuse("cos " + shape_of(cos) + " and sin " + shape_of(sin) + ", expected " + phases);
+  const int half = static_cast<int>(dim / 2);
+  const float *cosines = cos.typed_data(), *sines = sin.typed_data();
+  float *queries = q->typed_data(), *keys = k->typed_data(), *own_values = v->typed_data();
+  const int64_t unit = std::lcm(int64_t{kPanel}, dim) / kPanel;
+  multiply_units(threads, of, panels, unit, [&](int64_t row, int64_t column, int64_t count, float* values) {
+    const int64_t end = std::min(column + count, n);
+    if (of.bias != nullptr) write_sum(values, of.bias + column, nullptr, end - column, values);
+    for (; column < end; column += dim, values += dim) {
+      const int64_t head = column / dim, kv_head = head - heads;
+      const float *c = cosines + row * half, *s = sines + row * half;
+      if (head < heads) rotate(values, c, s, half, queries + (row * heads + head) * dim);
+      else if (kv_head < kv_heads) rotate(values, c, s, half, keys + (row * kv_heads + kv_head) * dim);
+      else std::copy_n(values, dim, own_values + (row * kv_heads + kv_head - kv_heads) * dim);
+    }
+  });
   return ffi::Error::Success();
 }
 
@@ -183,6 +267,34 @@ ffi::Error run(ffi::ThreadPool threads, F32 x, F32 packed, ffi::Result<F32> resu
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_dense, run,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
-                                  .Arg<F32>()    // x
-                                  .Arg<F32>()    // packed
-                                  .Ret<F32>());  // result
+                                  .Arg<F32>()  // x
+                                  .Arg<F32>()  // packed
+                                  .Arg<F32>()  // scale
+                                  .Arg<F32>()  // bias
+                                  .Arg<F32>()  // residual
+                                  .Ret<F32>()  // result
+                                  .Attr<float>("eps"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_dense_gated, run_gated,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<F32>()  // x
+                                  .Arg<F32>()  // packed
+                                  .Arg<F32>()  // scale
+                                  .Arg<F32>()  // bias
+                                  .Ret<F32>()  // result
+                                  .Attr<float>("eps"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_dense_heads, run_heads,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<F32>()  // x
+                                  .Arg<F32>()  // packed
+                                  .Arg<F32>()  // scale
+                                  .Arg<F32>()  // bias
+                                  .Arg<F32>()  // cos
+                                  .Arg<F32>()  // sin
+                                  .Ret<F32>()  // q
+                                  .Ret<F32>()  // k
+                                  .Ret<F32>()  // v
+                                  .Attr<float>("eps"));

@@ -1,11 +1,12 @@
-"""A dense product on CPU in C++ (cpu.cc), through jax.ffi: float32, on XLA's own threads, any number of rows.
+"""The dense products of a layer on CPU in C++ (cpu.cc), through jax.ffi: float32, on XLA's own threads, any
+number of rows, and with each what stands before and behind it: norm, bias, SwiGLU, rotation, residual.
 
-Called by the model's projections where attention runs in C++ too. The weight is packed once, when it is
+Called by the model's packed layers, where attention runs in C++ too. A weight is packed once, when it is
 put on the device, so that the kernel reads it as one run of memory. Invariant: a row of a result is the
 same, bit for bit, beside any other rows.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,17 @@ import numpy as np
 from pallas_kernels.native import load
 
 TARGET = "jaxserve_dense"
+GATED_TARGET = "jaxserve_dense_gated"
+HEADS_TARGET = "jaxserve_dense_heads"
 PANEL = 64  # columns of a panel
+HALF = PANEL // 2  # of which, in a gated one, belong to the gate
+
+
+class Norm(NamedTuple):
+    """The root mean square norm of a product's rows: x / sqrt(mean(x^2) + eps) * scale."""
+
+    scale: jax.Array  # f32[K]
+    eps: float
 
 
 def packed_shape(size: int, columns: int) -> tuple[int, int, int]:
@@ -22,9 +33,14 @@ def packed_shape(size: int, columns: int) -> tuple[int, int, int]:
     return -(-columns // PANEL), size, PANEL
 
 
+def gated_shape(size: int, columns: int) -> tuple[int, int, int]:
+    """[P, K, 64] of a gate [K, N] and its up [K, N]."""
+    return -(-columns // HALF), size, PANEL
+
+
 def pack(weights: Any) -> Any:
-    """Weights side by side, as `dense` takes them: column 64 p + j of what they make together stands in
-    [p, :, j]; columns behind the last are zeros.
+    """Weights side by side, as `dense` and `dense_heads` take them: column 64 p + j of what they make
+    together stands in [p, :, j]; columns behind the last are zeros.
 
     Args:
         weights: f32[K, N] each, with an N of its own; numpy, on a device, or abstract.
@@ -54,13 +70,48 @@ def pack(weights: Any) -> Any:
     return packed
 
 
-def dense(x: jax.Array, packed: jax.Array, columns: int) -> jax.Array:
-    """x @ weight.
+def pack_gated(gate: Any, up: Any) -> Any:
+    """A gate and its up, as `dense_gated` takes them: columns 32 p + j stand in [p, :, j] and
+    [p, :, 32 + j]; columns behind the last are zeros.
+
+    Args:
+        gate, up: f32[K, N]; numpy, on a device, or abstract.
+
+    Returns:
+        f32[P, K, 64] of the same kind, always a copy.
+    """
+    size, columns = gate.shape
+    shape = gated_shape(size, columns)
+    if isinstance(gate, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(shape, gate.dtype)
+    packed = np.zeros(shape, gate.dtype)
+    whole, rest = divmod(columns, HALF)
+    for begin, weight in ((0, np.asarray(gate)), (HALF, np.asarray(up))):
+        pieces = weight[:, : whole * HALF].reshape(size, whole, HALF).transpose(1, 0, 2)
+        packed[:whole, :, begin : begin + HALF] = pieces
+        if rest:
+            packed[whole, :, begin : begin + rest] = weight[:, whole * HALF :]
+    return packed
+
+
+def dense(
+    x: jax.Array,
+    packed: jax.Array,
+    columns: int,
+    *,
+    norm: Norm | None = None,
+    bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
+) -> jax.Array:
+    """residual + (norm(x) @ weight + bias), without what is None.
 
     Args:
         x: f32[M, K].
         packed: f32[P, K, 64], from `pack`.
         columns: N of the weight.
+        norm: of x.
+        bias: f32[N].
+        residual: f32[M, N].
 
     Returns:
         f32[M, N].
@@ -68,6 +119,78 @@ def dense(x: jax.Array, packed: jax.Array, columns: int) -> jax.Array:
     Raises:
         NotImplementedError: there is no C++ kernel for this CPU.
     """
-    load.register()
     result = jax.ShapeDtypeStruct((x.shape[0], columns), jnp.float32)
-    return jax.ffi.ffi_call(TARGET, result)(x, packed)
+    return _call(TARGET, result, x, packed, norm, bias, _or_nothing(residual))
+
+
+def dense_gated(
+    x: jax.Array,
+    packed: jax.Array,
+    columns: int,
+    *,
+    norm: Norm | None = None,
+    bias: jax.Array | None = None,
+) -> jax.Array:
+    """silu(norm(x) @ gate + bias) * (norm(x) @ up + bias), each with its half of the bias.
+
+    Args:
+        x: f32[M, K].
+        packed: f32[P, K, 64], from `pack_gated`.
+        columns: N of gate and up.
+        norm: of x.
+        bias: f32[2 N], the gate's first.
+
+    Returns:
+        f32[M, N].
+
+    Raises:
+        NotImplementedError: there is no C++ kernel for this CPU.
+    """
+    result = jax.ShapeDtypeStruct((x.shape[0], columns), jnp.float32)
+    return _call(GATED_TARGET, result, x, packed, norm, bias)
+
+
+def dense_heads(
+    x: jax.Array,
+    packed: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    norm: Norm | None = None,
+    bias: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """norm(x) @ weight + bias as heads, queries and keys rotated: the halves of D are the pairs.
+
+    Args:
+        x: f32[M, K].
+        packed: f32[P, K, 64], from `pack` of the projections to q, k and v.
+        cos, sin: f32[M, 1, D / 2], of every row's phase.
+        num_heads, num_kv_heads: H of q, and of k and v.
+        norm: of x.
+        bias: f32[N].
+
+    Returns:
+        (q f32[M, H, D], k f32[M, num_kv_heads, D], v alike).
+
+    Raises:
+        NotImplementedError: there is no C++ kernel for this CPU.
+    """
+    sizes = (num_heads, num_kv_heads, num_kv_heads)
+    shapes = [(x.shape[0], heads, 2 * cos.shape[-1]) for heads in sizes]
+    results = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+    q, k, v = _call(HEADS_TARGET, results, x, packed, norm, bias, cos, sin)
+    return q, k, v
+
+
+def _call(target: str, results: Any, x, packed, norm: Norm | None, bias, *more) -> Any:
+    load.register()
+    scale, eps = (None, 0.0) if norm is None else norm
+    call = jax.ffi.ffi_call(target, results)
+    return call(x, packed, _or_nothing(scale), _or_nothing(bias), *more, eps=np.float32(eps))
+
+
+def _or_nothing(array: jax.Array | None) -> jax.Array:
+    """What the kernel knows an argument by that is not given."""
+    return jnp.zeros(0, jnp.float32) if array is None else array

@@ -18,6 +18,8 @@ from pallas_kernels.native.build import HERE, digest_path, digests, levels, obje
 TARGETS = (
     "jaxserve_ragged_paged_attention",
     "jaxserve_dense",
+    "jaxserve_dense_gated",
+    "jaxserve_dense_heads",
     "jaxserve_lazy_zeros",
 )
 BUILD = "python -m pallas_kernels.native.build"

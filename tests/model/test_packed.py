@@ -12,6 +12,7 @@ from jaxserve.model.attention import AttentionKernel, PagedRows
 from jaxserve.model.packed import is_packed, pack_layer
 from jaxserve.model.registry import build_model
 from jaxserve.model_config import ModelConfig, RopeConfig
+from pallas_kernels.dense.cpu import pack_gated
 from pallas_kernels.ragged_paged_attention.layout import KVPages
 
 CONFIG = ModelConfig(
@@ -106,8 +107,12 @@ def test_columns_stand_side_by_side_in_order_and_the_rest_is_shared():
     packed = pack_layer(layer)
     attn, mlp = layer["attn"], layer["mlp"]
     expected = {"qkv": [attn[part] for part in "qkv"], "o": [attn["o"]]}
-    expected |= {"gate_up": [mlp["gate"], mlp["up"]], "down": [mlp["down"]]}
+    expected |= {"down": [mlp["down"]]}
     found = {**packed["attn"], **packed["mlp"]}
+    gate_up = found.pop("gate_up")
+    kernels = (mlp["gate"]["kernel"], mlp["up"]["kernel"])
+    assert np.array_equal(gate_up["packed"], pack_gated(*kernels))
+    assert np.array_equal(gate_up["bias"], np.concatenate([mlp["gate"]["bias"], mlp["up"]["bias"]]))
     assert found.keys() == expected.keys()
     for name, parts in expected.items():
         kernel = np.concatenate([part["kernel"] for part in parts], axis=1)

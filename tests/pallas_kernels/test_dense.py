@@ -1,5 +1,7 @@
-"""Dense products in C++: right numbers, the same bits beside any rows, every edge of panels and blocks."""
+"""Dense products in C++: right numbers, the same bits beside any rows, every edge of panels and blocks,
+and what stands before and behind a product."""
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -7,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.dense.cpu import PANEL, dense, pack
+from pallas_kernels.dense.cpu import PANEL, Norm, dense, dense_gated, dense_heads, pack, pack_gated
 
 call = jax.jit(dense, static_argnums=2)
 # K below, at and above the kernel's depth; N with half panels, single columns and many panels.
 SIZES = [(576, 960), (1536, 576), (288, 64), (37, 5), (7, 1600), (1, 33), (300, 97), (64, 32)]
+EPS = 1e-5
 
 
 def operands(num_rows: int, size: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
@@ -107,3 +110,177 @@ def test_many_threads_call_at_once():
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(run, range(16)))
+
+
+def with_arrays(function):
+    """The function, given arrays of numpy."""
+
+    def run(*operands, **options):
+        on_device = jax.tree.map(
+            lambda one: jnp.asarray(one) if isinstance(one, np.ndarray) else one,
+            (operands, options),
+        )
+        return function(*on_device[0], **on_device[1])
+
+    return run
+
+
+plain, gated, cut = map(with_arrays, (dense, dense_gated, dense_heads))
+
+
+def normed(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """In float64."""
+    wide = x.astype(np.float64)
+    return wide / np.sqrt((wide**2).mean(axis=1, keepdims=True) + EPS) * scale
+
+
+def random(*shape: int) -> np.ndarray:
+    return np.random.default_rng(len(shape) + sum(shape)).standard_normal(shape, np.float32)
+
+
+@pytest.mark.parametrize("num_rows", [1, 7, 500])
+@pytest.mark.parametrize(("size", "columns"), [(576, 576), (1536, 97), (37, 5), (5, 130)])
+@pytest.mark.parametrize(
+    "given", [{"norm"}, {"bias"}, {"residual"}, {"norm", "bias", "residual"}], ids="+".join
+)
+def test_norm_bias_and_residual(num_rows, size, columns, given):
+    x, weight = operands(num_rows, size, columns)
+    scale, bias, residual = random(size), random(columns), random(num_rows, columns)
+    exact = (normed(x, scale) if "norm" in given else x.astype(np.float64)) @ weight
+    options = {}
+    if "norm" in given:
+        options["norm"] = Norm(scale, EPS)
+    if "bias" in given:
+        options["bias"], exact = bias, exact + bias
+    if "residual" in given:
+        options["residual"], exact = residual, exact + residual
+    packed = pack([weight])
+    y = np.asarray(plain(x, packed, columns, **options))
+    assert np.abs(y - exact).max() < 1e-5 * size**0.5
+    last = options | ({"residual": residual[-1:]} if "residual" in given else {})
+    assert np.array_equal(np.asarray(plain(x[-1:], packed, columns, **last))[0], y[-1])
+
+
+@pytest.mark.parametrize("num_rows", [1, 40, 500])
+@pytest.mark.parametrize(("size", "columns"), [(576, 1536), (300, 97), (24, 40), (7, 1)])
+@pytest.mark.parametrize("is_full", [True, False])
+def test_gated(num_rows, size, columns, is_full):
+    x, gate, up = random(num_rows, size), random(size, columns), random(size, columns + 1)[:, 1:]
+    scale, bias = random(size), 30 * random(2 * columns)
+    options = {"norm": Norm(scale, EPS), "bias": bias} if is_full else {}
+    rows = normed(x, scale) if is_full else x.astype(np.float64)
+    both = [
+        rows @ one + is_full * part for one, part in zip((gate, up), np.split(bias, 2), strict=True)
+    ]
+    exact = both[0] * np.exp(-np.logaddexp(0, -both[0])) * both[1]
+    packed = pack_gated(gate, up)
+    y = np.asarray(gated(x, packed, columns, **options))
+    # Each factor is right to about 1e-5 of the size of its sum, and silu's slope is at most 1.1.
+    assert (np.abs(y - exact) <= 2e-5 * size**0.5 * (1 + np.abs(both[0]) + np.abs(both[1]))).all()
+    last = np.asarray(gated(x[-1:], packed, columns, **options))
+    assert np.array_equal(last[0], y[-1])
+
+
+def test_gated_ends():
+    """Gates far from 0 switch off and on, and none of them makes a NaN."""
+    gates = np.array([[-1e30, -200, -90, 0, 90, 1e30]], np.float32)
+    packed = pack_gated(gates, np.ones((1, 6), np.float32))
+    y = np.asarray(gated(np.ones((1, 1), np.float32), packed, 6))[0]
+    assert np.abs(y[1:4]).max() < 1e-30
+    assert np.abs(y[0]) < 1e-5
+    assert y[4:] == pytest.approx(gates[0, 4:])
+
+
+@pytest.mark.parametrize("columns", [1, 32, 40, 96, 100])
+def test_gate_and_up_share_their_panels(columns):
+    gate, up = random(12, columns), random(12, columns + 2)[:, 2:]
+    packed = pack_gated(gate, up)
+    assert packed.shape == (-(-columns // 32), 12, PANEL)
+    for begin, weight in ((0, gate), (32, up)):
+        flat = packed[:, :, begin : begin + 32].transpose(1, 0, 2).reshape(12, -1)
+        assert np.array_equal(flat[:, :columns], weight)
+        assert not flat[:, columns:].any()
+    abstract = pack_gated(*(jax.ShapeDtypeStruct(one.shape, one.dtype) for one in (gate, up)))
+    assert (abstract.shape, abstract.dtype) == (packed.shape, packed.dtype)
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 300])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 2, 16), (3, 1, 80), (2, 1, 256)]
+)
+@pytest.mark.parametrize("is_full", [True, False])
+def test_heads_are_cut_and_rotated(num_rows, heads, kv_heads, dim, is_full):
+    size, columns = 96, (heads + 2 * kv_heads) * dim
+    x, weight = operands(num_rows, size, columns)
+    scale, bias = random(size), random(columns)
+    options = {"norm": Norm(scale, EPS), "bias": bias} if is_full else {}
+    phase = 3 * random(num_rows, 1, dim // 2).astype(np.float64)
+    cos, sin = np.cos(phase), np.sin(phase)
+    y = (normed(x, scale) if is_full else x.astype(np.float64)) @ weight + is_full * bias
+    y = y.reshape(num_rows, -1, dim)
+    low, high = np.split(y, 2, axis=2)
+    turned = np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=2)
+    exact = turned[:, :heads], turned[:, heads : heads + kv_heads], y[:, heads + kv_heads :]
+    packed = pack([weight])
+    phases = cos.astype(np.float32), sin.astype(np.float32)
+    sizes = {"num_heads": heads, "num_kv_heads": kv_heads}
+    found = cut(x, packed, *phases, **sizes, **options)
+    last = cut(x[-1:], packed, *(one[-1:] for one in phases), **sizes, **options)
+    for one, right, alone in zip(found, exact, last, strict=True):
+        assert one.shape == right.shape
+        assert np.abs(np.asarray(one) - right).max() < 1e-4
+        assert np.array_equal(np.asarray(alone)[0], np.asarray(one)[-1])
+
+
+def test_not_a_number_stays_in_its_row_with_all_that_is_fused():
+    x = random(7, 64)
+    x[3, 5] = np.nan
+    expected = np.arange(7) != 3
+    norm = Norm(np.ones(64, np.float32), EPS)
+    cos = np.ones((7, 1, 8), np.float32)
+    found = [
+        plain(x, pack([random(64, 70)]), 70, norm=norm, residual=random(7, 70)),
+        gated(x, pack_gated(random(64, 70), random(64, 70)), 70, norm=norm),
+        *cut(x, pack([random(64, 64)]), cos, cos, num_heads=2, num_kv_heads=1, norm=norm),
+    ]
+    for one in found:
+        is_finite = np.isfinite(np.asarray(one)).reshape(7, -1)
+        assert np.array_equal(is_finite, np.broadcast_to(expected[:, None], is_finite.shape))
+
+
+def wrong(fault: str):
+    """A call with one operand that does not fit."""
+    x, ones = np.ones((2, 64), np.float32), lambda *shape: np.ones(shape, np.float32)
+    heads = {"num_heads": 2, "num_kv_heads": 1}
+    match fault:
+        case "scale":
+            return plain(x, ones(1, 64, 64), 64, norm=Norm(ones(63), EPS))
+        case "bias":
+            return plain(x, ones(1, 64, 64), 60, bias=ones(64))
+        case "residual":
+            return plain(x, ones(1, 64, 64), 64, residual=ones(2, 63))
+        case "gated":
+            return gated(x, ones(1, 64, 64), 33)
+        case "gated bias":
+            return gated(x, ones(1, 64, 64), 32, bias=ones(32))
+        case "heads":
+            return cut(x, ones(2, 64, 64), ones(2, 1, 8), ones(2, 1, 8), **heads)[0]
+        case "phases":
+            return cut(x, ones(1, 64, 64), ones(1, 1, 8), ones(1, 1, 8), **heads)[0]
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("scale", "scale [63] does not fit x of 64"),
+        ("bias", "bias [64] does not fit a result of 60 columns"),
+        ("residual", "residual [2, 63] does not fit a result [2, 64]"),
+        ("gated", "a weight of 1 panels of 64 rows and 64 columns does not fit"),
+        ("gated bias", "bias [32] does not fit a result of 64 columns"),
+        ("heads", "a weight of 2 panels of 64 rows and 64 columns does not fit"),
+        ("phases", "cos [1, 1, 8] and sin [1, 1, 8], expected [2, 1, 8]"),
+    ],
+)
+def test_operands_that_do_not_fit_are_refused(fault, message):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape(message)):
+        wrong(fault).block_until_ready()
