@@ -1,4 +1,6 @@
-"""/tokenize and /detokenize: texts and conversations as token ids, and back, as completions see them."""
+"""/tokenize, /detokenize, /tokenizer_info: texts and conversations as token ids, and back, as completions
+see them.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -67,10 +69,29 @@ def routes(state: ServerState) -> list[Route]:
         body = await state.body(request)
         return JSONResponse(await state.encoder.run(detokenized, state, body, unknown))
 
+    async def tokenizer_info(_: Request) -> Response:
+        return JSONResponse(told_of_tokenizer(state))
+
     return [
         Route("/tokenize", tokenize, methods=["POST"]),
         Route("/detokenize", detokenize, methods=["POST"]),
+        Route("/tokenizer_info", tokenizer_info, methods=["GET"]),
     ]
+
+
+def told_of_tokenizer(state: ServerState) -> dict[str, Any]:
+    """The reply of /tokenizer_info: what lm-eval and others need to tokenize here instead of themselves.
+
+    Raises:
+        InvalidRequestError: the checkpoint has no tokenizer.
+    """
+    tokenizer = state.tokenizer
+    return {
+        **tokenizer.special_tokens,
+        "chat_template": tokenizer.chat_template,
+        "vocab_size": tokenizer.vocab_size,
+        "model_max_length": state.model.max_model_len,
+    }
 
 
 def tokenized(

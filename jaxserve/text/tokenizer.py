@@ -153,6 +153,11 @@ class Tokenizer:
         return () if eos_id is None else (eos_id,)
 
     @property
+    def special_tokens(self) -> dict[str, str]:
+        """Names and texts of the tokens that have a name: `bos_token`, `eos_token` and the like."""
+        return dict(self._special_tokens)
+
+    @property
     def bos_token(self) -> str | None:
         """The text of the beginning-of-sequence token, if the tokenizer names one."""
         return self._special_tokens.get("bos_token")

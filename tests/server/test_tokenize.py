@@ -56,6 +56,20 @@ def test_there_and_back():
     assert ask("/detokenize", {"tokens": []}) == (200, {"prompt": ""})
 
 
+def test_what_is_told_of_the_tokenizer():
+    async def check():
+        async with serving() as http:
+            return (await http.get("/tokenizer_info")).json()
+
+    told = asyncio.run(check())
+    assert told["eos_token"] == "<|im_end|>"
+    assert ask("/tokenize", {"prompt": told["eos_token"]})[1]["tokens"] == [
+        *TOKENIZER.eos_token_ids
+    ]
+    assert told["chat_template"] == TOKENIZER.chat_template
+    assert told["vocab_size"] == TOKENIZER.vocab_size
+
+
 @pytest.mark.parametrize(
     ("url", "body", "status", "param"),
     [

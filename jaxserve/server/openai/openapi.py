@@ -264,6 +264,10 @@ def _paths() -> Schema:
             _BODY_ERRORS,
             {"application/json": _ref("Text")},
         ),
+        "/tokenizer_info": _get(
+            "Special tokens by name, and the chat template.",
+            {"application/json": {"type": "object"}},
+        ),
         "/health": _get("200 where requests are taken.", {}),
         "/version": _get("The version of the server.", {"application/json": version}),
         "/load": _get(
