@@ -23,6 +23,7 @@ from jaxserve.server import metric_tallies as tallies
 from jaxserve.server.metric_tallies import Histogram, Recent
 
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+_MOST_ASKED = 2**31 - 1
 
 logger = logging.getLogger("jaxserve.server")
 
@@ -162,7 +163,8 @@ class Generation:
         metrics.longest_output_tokens.observe(longest)
         metrics.asked_choices.observe(params.n)
         if params.max_tokens is not None:
-            metrics.asked_tokens.observe(params.max_tokens)
+            # A client may ask for more than any float can count.
+            metrics.asked_tokens.observe(min(params.max_tokens, _MOST_ASKED))
         times = output.times
         if times is not None:
             self._measure_times(times, longest)

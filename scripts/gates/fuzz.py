@@ -5,6 +5,7 @@
 
 import asyncio
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,11 +60,13 @@ async def _fuzz(server: Server, options: Options) -> list[Check]:
     answered = sum(count for status, count in statuses.items() if status)
     shown = ", ".join(f"{status or 'none'}: {count}" for status, count in sorted(statuses.items()))
     num_failed = sum(count for status, count in statuses.items() if status >= 500)
+    logged = re.findall(r"Traceback.*(?:\n[ ].*)*\n(\S.*)", server.said())
     num_left = found[RUNNING] + found[WAITING]
     return [
         _check("answers of 500 and above", num_failed, faults, f" of {answered} ({shown})"),
         _check("answers that are late, no JSON or tell too much", len(faults) - num_failed, faults),
         _check("requests left", int(num_left), []),
+        _check("tracebacks in the log", len(logged), logged),
     ]
 
 

@@ -225,6 +225,20 @@ def test_a_model_that_computes_nonsense_is_counted():
     asyncio.run(check())
 
 
+def test_a_max_tokens_beyond_every_float_is_counted(caplog):
+    async def check():
+        async with serving(FakeEngineClient()) as http:
+            body = {"prompt": [1], "max_tokens": 10**400}
+            assert (await http.post("/v1/completions", json=body)).status_code == 200
+            samples = await scrape(http)
+            assert samples["jaxserve:request_params_max_tokens_count"] == 1
+            assert samples["jaxserve:e2e_request_latency_seconds_count"] == 1
+            assert samples["jaxserve:request_decode_time_seconds_count"] == 1
+
+    asyncio.run(check())
+    assert "failed" not in caplog.text
+
+
 def test_what_the_queue_refuses_is_counted():
     async def check():
         client = FakeEngineClient(max_num_seqs=1)
