@@ -78,7 +78,7 @@ def serve_flags() -> flags.FlagValues:
     flags.DEFINE_string(
         "api_key_file",
         None,
-        "A file of API keys, one a line, # begins a comment; every path but /health and /ping asks for one.",
+        "A file of API keys, one a line, # begins a comment; every path but /health asks for one.",
         **group,
     )
     _define_limits(group)

@@ -1,6 +1,7 @@
 """API keys: every route, with and without one, under odd hosts and odd spellings of paths."""
 
 import asyncio
+import base64
 import itertools
 import urllib.parse
 
@@ -81,6 +82,10 @@ def test_nothing_but_the_open_paths_answers_without_a_key():
             [(b"authorization", b"Bearer ")],
             [(b"authorization", KEY.encode())],
             [(b"authorization", b"Basic " + KEY.encode())],
+            [(b"authorization", b"Basic " + base64.b64encode(b"me:" + KEY[:-1].encode()))],
+            [(b"authorization", b"Basic " + base64.b64encode(KEY.encode()))],
+            [(b"authorization", b"Basic " + base64.b64encode(b"me:\xff"))],
+            [(b"authorization", b"Digest " + base64.b64encode(b"me:" + KEY.encode()))],
             [(b"authorization", b"Bearer \xff\xfe")],
             [(b"authorization", b"Bearer x"), (b"authorization", b"Bearer " + KEY.encode())],
             [(b"x-api-key", KEY.encode())],
@@ -97,11 +102,18 @@ def test_nothing_but_the_open_paths_answers_without_a_key():
     asyncio.run(check())
 
 
-@pytest.mark.parametrize("key", [KEY, OTHER])
-def test_a_good_key_opens_every_route(key):
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"bearer  " + KEY.encode(),
+        b"Bearer " + OTHER.encode(),
+        b"Basic " + base64.b64encode(b"anyone:" + KEY.encode()),
+    ],
+)
+def test_a_good_key_opens_every_route(header):
     async def check():
         state, app = keyed_app()
-        headers = [(b"authorization", b"bearer  " + key.encode())]
+        headers = [(b"authorization", header)]
         for route in all_routes(state):
             assert isinstance(route, Route)
             path = route.path.replace("{name:path}", "fake")
@@ -124,6 +136,20 @@ def test_a_refusal_is_openais_error_and_tells_no_key():
             assert "wrong-key" not in reply.text
             assert KEY not in reply.text
             assert (await http.get("/health")).status_code == 200
+
+    asyncio.run(check())
+
+
+def test_only_the_page_makes_a_browser_ask():
+    async def check():
+        async with serving(api_key_digests=[key_digest(KEY)]) as http:
+            page = await http.get("/")
+            assert page.status_code == 401
+            assert page.headers["www-authenticate"].startswith("Basic ")
+            assert (await http.get("/", auth=("me", KEY))).status_code == 200
+            assert (await http.get("/dashboard/state", auth=("me", KEY))).status_code == 200
+            state = await http.get("/dashboard/state")
+            assert state.headers["www-authenticate"] == "Bearer"
 
     asyncio.run(check())
 

@@ -11,6 +11,7 @@ from starlette.routing import Route
 
 from jaxserve.cli.serve import serve_flags
 from jaxserve.server.app import all_routes
+from jaxserve.server.dashboard.files import FILES
 from tests.server.conftest import serving
 from tests.server.processes import ServerProcess, curl_parts
 
@@ -45,7 +46,7 @@ def test_every_endpoint_has_a_curl():
         return {route.path for route in routes if isinstance(route, Route)}
 
     told = {curl_parts(command)[0] for command in CURLS}
-    untold = {"/v1/models/{name:path}"}  # in the text, as it needs a name
+    untold = {"/v1/models/{name:path}", *FILES} - {"/"}  # a name is needed; files of the page
     assert asyncio.run(paths()) - untold <= told
 
 

@@ -1,4 +1,4 @@
-"""The files of the page. They hold nothing of a server, so `auth` lets everybody have them."""
+"""The files of the page; `auth` lets browsers ask for the key when they open one of them."""
 
 #: Path -> file and its type.
 FILES = {

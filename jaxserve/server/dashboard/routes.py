@@ -1,8 +1,7 @@
 """The page at / and what it reads: GET /dashboard/state?since=N.
 
-The files of the page hold nothing of this server and are open to everybody (`auth.OPEN_PATHS`); the
-state needs a key like everything else. Invariant: the page loads nothing from elsewhere and runs no
-script but its own: its Content-Security-Policy says so.
+Both need a key like everything else; a browser asks for it when it opens the page (`auth`). Invariant:
+the page loads nothing from elsewhere and runs no script but its own: its Content-Security-Policy says so.
 """
 
 import hashlib
