@@ -66,12 +66,7 @@ class ProcessEngine(Client):
         **options: object,
     ):
         EngineConfig.from_options(options)
-        # A file without a name, not anonymous memory: it has to reach a process that is no fork.
-        self._clock_file = tempfile.TemporaryFile(prefix="jaxserve-")  # noqa: SIM115
-        self._clock_file.truncate(mmap.PAGESIZE)
-        super().__init__(
-            StepClock(mmap.mmap(self._clock_file.fileno(), mmap.PAGESIZE)), watchdog_timeout_s
-        )
+        super().__init__(StepClock(), watchdog_timeout_s)
         self._settings = Settings(
             model=model,
             generation_config=generation_config,
@@ -92,8 +87,11 @@ class ProcessEngine(Client):
     async def _launch(self) -> None:
         assert self._loop is not None
         ours, theirs = socket.socketpair()
-        with theirs:
-            fds = (theirs.fileno(), self._clock_file.fileno())
+        # A file without a name, not anonymous memory: it has to reach a process that is no fork.
+        with theirs, tempfile.TemporaryFile(prefix="jaxserve-") as memory:
+            memory.truncate(mmap.PAGESIZE)
+            self._clock = StepClock(mmap.mmap(memory.fileno(), mmap.PAGESIZE))
+            fds = (theirs.fileno(), memory.fileno())
             try:
                 self._process = _start_process(self._child, fds)
             except BaseException:
@@ -178,7 +176,6 @@ class ProcessEngine(Client):
 
     async def _end(self, timeout_s: float) -> None:
         if self._process is None:
-            self._clock_file.close()
             return
         assert self._loop is not None
         if self._failure is not None:
@@ -190,7 +187,6 @@ class ProcessEngine(Client):
         await self._exited.wait()
         if self._line is not None:
             self._line.close()
-        self._clock_file.close()
 
 
 def _start_process(child: str, fds: tuple[int, int]) -> subprocess.Popen[bytes]:
