@@ -66,6 +66,7 @@ def serve_fake(options: Mapping[str, Any] | None = None) -> Served:
     if fails is not None:
         raise RuntimeError(fails)
     tokenizer = Tokenizer.from_directory(TINY) if rest.pop("tokenizer", False) else None
+    rest["eos_token_ids"] = () if tokenizer is None else tokenizer.eos_token_ids
     engine = make_engine(executor_class=NastyExecutor, async_scheduling=True, **rest)
     assert isinstance(engine.executor, NastyExecutor)
     engine.executor.step_s, engine.executor.num_to_raise = step_s, num_to_raise

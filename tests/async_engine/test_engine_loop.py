@@ -144,15 +144,16 @@ def test_random_aborts_leave_nothing_behind(seed, options):
     open_ids: list[str] = []
     endings: Counter[str] = Counter()
     reasons: Counter[str | None] = Counter()
-    num_added = num_refused = 0
-    while num_added < 2000 or open_ids:
-        if num_added < 2000 and len(open_ids) < 24:
+    num_added = 0
+    num_requests = 400 if "tokenizer" in options else 2400
+    while num_added < num_requests or open_ids:
+        if num_added < num_requests and len(open_ids) < 24:
             for _ in range(draw.choice([0, 1, 4])):
                 request = random_request(draw, num_added, grammars="tokenizer" in options)
                 line.commands.append(AddRequest(request))
                 open_ids.append(request.id)
                 num_added += 1
-        if open_ids and draw.random() < (0.6 if num_added < 2000 else 1.0):
+        if open_ids and draw.random() < (0.6 if num_added < num_requests else 1.0):
             for request_id in draw.choices(open_ids, k=draw.choice([1, 1, 2, 5])):
                 line.commands.append(AbortRequest(request_id))
         if draw.random() < 0.02:
@@ -164,15 +165,14 @@ def test_random_aborts_leave_nothing_behind(seed, options):
                 endings[output.request_id] += 1
                 open_ids.remove(output.request_id)
                 reasons.update(one.finish_reason for one in output.outputs)
-        num_refused += sum(isinstance(event, Refused) for event in line.events)
+        assert not any(isinstance(event, Refused) for event in line.events), line.events
         line.events.clear()
         if num_added % 100 < 3:
             served.engine.check_invariants()
     assert set(endings.values()) == {1}, "a request ended twice, or never"
     assert len(endings) == num_added
-    assert num_refused == 0
-    assert reasons["abort"] > 1000
-    assert reasons["length"] > 200
+    assert reasons["abort"] > num_requests / 2
+    assert reasons["length"] > num_requests / 10
     check_nothing_left(loop, served)
 
 
