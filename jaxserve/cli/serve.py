@@ -22,6 +22,7 @@ from jaxserve.cli.flags import (
 )
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
+from jaxserve.generation_config import FILE, MODES
 from jaxserve.server.config import METRICS_COMPAT, TOOL_CALL_PARSERS, ServerConfig, key_digest
 
 USAGE = """\
@@ -156,6 +157,13 @@ def _define_api(group: Mapping[str, Any]) -> None:
         "The format in which the model calls tools; auto = as its chat template shows it.",
         **group,
     )
+    flags.DEFINE_enum(
+        "generation_config",
+        "auto",
+        MODES,
+        f"auto: what the checkpoint's {FILE} recommends is the default of requests; none: it is not.",
+        **group,
+    )
     flags.DEFINE_string(
         "chat_template",
         None,
@@ -248,7 +256,7 @@ def main(argv: Sequence[str]) -> int:
     if given is None:
         return 0
     configure_logging(given["verbosity"])
-    options = engine_options(values)
+    options: dict[str, Any] = engine_options(values)
     check_engine_options(options)
     config = ServerConfig(**server_settings(given))
     try:
@@ -261,6 +269,9 @@ def main(argv: Sequence[str]) -> int:
     return run_server(
         config,
         lambda: ProcessEngine(
-            given["model"], watchdog_timeout_s=config.watchdog_timeout_s, **options
+            given["model"],
+            generation_config=given["generation_config"],
+            watchdog_timeout_s=config.watchdog_timeout_s,
+            **options,
         ),
     )

@@ -1,7 +1,7 @@
 """`Connection`: uvicorn's HTTP/1.1 protocol, bounded where it is not.
 
 Made by uvicorn for each connection that `serve.py` accepts. Added to it: a limit on the size and the
-time of what precedes a body, errors in OpenAI's shape, and `drop`, for clients that do not read.
+time of what precedes a body, errors in OpenAI's shape, and what `slow_readers` needs.
 
 Invariant: a connection holds a bounded amount of memory and, unless it makes progress, a bounded time.
 """
@@ -61,7 +61,7 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
         self._in_headers, self._num_header_bytes = True, 0
         self._wait_for_headers()
-        self.scope.setdefault("state", {})["drop"] = self.transport.abort
+        self.scope.setdefault("state", {})["connection"] = self
 
     def on_headers_complete(self) -> None:
         self._in_headers = False
@@ -77,6 +77,15 @@ class Connection(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """Called where the bytes are no HTTP."""
         self._refuse(400, "this is no valid HTTP/1.1 request", "invalid_http")
+
+    @property
+    def takes_bytes(self) -> bool:
+        """Whether what is sent now is taken at once: little waits for the client to read."""
+        return not self.flow.write_paused
+
+    def drop(self) -> None:
+        """Ends the connection, and throws away what its client has not read."""
+        self.transport.abort()
 
     def _wait_for_headers(self) -> None:
         self._stop_waiting()

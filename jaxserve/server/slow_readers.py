@@ -6,12 +6,22 @@ A middleware. While a client is slow, the parts of its reply that the engine mak
 
 import asyncio
 import logging
+from typing import Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve.server.request_ids import request_id_of
 
 logger = logging.getLogger("jaxserve.server")
+
+
+class Client(Protocol):
+    """What is needed of `Connection`."""
+
+    @property
+    def takes_bytes(self) -> bool: ...
+
+    def drop(self) -> None: ...
 
 
 class ClientGoneError(Exception):
@@ -35,14 +45,18 @@ class SlowReaders:
             await self._app(scope, receive, send)
             return
 
+        connection: Client | None = scope.get("state", {}).get("connection")
+
         async def bounded_send(message: Message) -> None:
+            if connection is not None and connection.takes_bytes:
+                await send(message)  # at once, as almost always: a timer would be for nothing
+                return
             try:
                 async with asyncio.timeout(self._timeout_s):
                     await send(message)
             except TimeoutError:
-                drop = scope["state"].get("drop")
-                if drop is not None:
-                    drop()
+                if connection is not None:
+                    connection.drop()
                 logger.warning(
                     "request %s: dropped, its client read nothing for %g s",
                     request_id_of(scope),

@@ -32,6 +32,7 @@ def test_without_flags_the_settings_are_the_dataclasses_own(started):
     assert given == ("some/model",)
     assert options["watchdog_timeout_s"] == config.watchdog_timeout_s
     assert options["max_num_seqs"] == 32
+    assert options["generation_config"] == "auto"
 
 
 def test_every_flag_reaches_its_field(started, tmp_path):
@@ -46,7 +47,7 @@ def test_every_flag_reaches_its_field(started, tmp_path):
         "--shutdown_timeout=5 --watchdog_timeout_s=4 --send_timeout_s=3 --body_timeout_s=2 "
         f"--max_body_bytes=1000 --tool_call_parser=hermes --chat_template={template} "
         "--cors_allow_origin=https://a.example --cors_allow_origin=https://b.example --nodashboard "
-        "--metrics_compat=vllm --enable_prompt_tokens_details --max_num_seqs=3 --page_size=8"
+        "--metrics_compat=vllm --generation_config=none --enable_prompt_tokens_details --max_num_seqs=3 --page_size=8"
     ).split()
     assert main(["serve", "--model=m", *arguments]) == 0
     ((config, (_, options)),) = started
@@ -74,6 +75,7 @@ def test_every_flag_reaches_its_field(started, tmp_path):
     )
     assert options["max_num_seqs"] == 3
     assert options["page_size"] == 8
+    assert options["generation_config"] == "none"
     assert options["watchdog_timeout_s"] == 4.0
 
 
