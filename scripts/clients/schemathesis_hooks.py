@@ -1,8 +1,10 @@
 """Keeps what schemathesis makes up cheap: few tokens, few choices. Loaded by schemathesis.
 
-Only numbers that are right are made smaller, so what the server has to refuse is still sent.
+Only numbers that are right are made smaller, so what the server has to refuse is still sent. Most models
+that are asked for become the one that is there: one that is not is refused before anything else is looked at.
 """
 
+import os
 from typing import Any
 
 import schemathesis
@@ -20,4 +22,7 @@ def map_body(context: Any, body: Any) -> Any:
                 body[name] = most
         if "messages" in body or "prompt" in body:
             body.setdefault("max_tokens", 8)
+        model = body.get("model")
+        if isinstance(model, str) and len(model) % 4:
+            body["model"] = os.environ["JAXSERVE_MODEL"]
     return body

@@ -29,7 +29,11 @@ def schemathesis(*arguments: str) -> None:
     command += ["--warnings=off", "--suppress-health-check=all", "--generation-database=none"]
     done = subprocess.run(
         command,
-        env=os.environ | {"SCHEMATHESIS_HOOKS": "scripts.clients.schemathesis_hooks"},
+        env=os.environ
+        | {
+            "SCHEMATHESIS_HOOKS": "scripts.clients.schemathesis_hooks",
+            "JAXSERVE_MODEL": SERVER.model,
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
