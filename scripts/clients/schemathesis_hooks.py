@@ -1,7 +1,7 @@
 """Keeps what schemathesis makes up cheap: few tokens, few choices. Loaded by schemathesis.
 
-Only numbers that are right are made smaller, so what the server has to refuse is still sent. Most models
-that are asked for become the one that is there: one that is not is refused before anything else is looked at.
+Only numbers that are right are made smaller, so what the server has to refuse is still sent. Most names of
+models and roles become some that are known: others are refused before anything else is looked at.
 """
 
 import os
@@ -10,6 +10,8 @@ from typing import Any
 import schemathesis
 
 MOST = {"max_tokens": 8, "max_completion_tokens": 8, "n": 2, "best_of": 2, "min_tokens": 4}
+
+ROLES = ("system", "user", "assistant", "user", "tool")
 
 
 @schemathesis.hook
@@ -22,6 +24,10 @@ def map_body(context: Any, body: Any) -> Any:
                 body[name] = most
         if "messages" in body or "prompt" in body:
             body.setdefault("max_tokens", 8)
+        for message in body["messages"] if isinstance(body.get("messages"), list) else ():
+            role = message.get("role") if isinstance(message, dict) else None
+            if isinstance(role, str) and len(role) % 4:
+                message["role"] = ROLES[len(role) % len(ROLES)]
         model = body.get("model")
         if isinstance(model, str) and len(model) % 4:
             body["model"] = os.environ["JAXSERVE_MODEL"]

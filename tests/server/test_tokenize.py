@@ -90,7 +90,7 @@ def test_what_is_told_of_the_tokenizer():
         ("/detokenize", {"tokens": "1 2"}, 400, "tokens"),
         ("/detokenize", {"tokens": [1, -1]}, 400, "tokens"),
         ("/detokenize", {"tokens": [1, True]}, 400, "tokens"),
-        ("/detokenize", {"tokens": [1.0]}, 400, "tokens"),
+        ("/detokenize", {"tokens": [1.5]}, 400, "tokens"),
         ("/detokenize", {"tokens": [1, 1000]}, 400, "tokens"),
         ("/detokenize", {"tokens": [2**63]}, 400, "tokens"),
         ("/detokenize", {"tokens": [1], "model": ["fake"]}, 400, "model"),

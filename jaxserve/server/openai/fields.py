@@ -248,10 +248,23 @@ def read_fields(
         elif field.use == "refused":
             raise InvalidRequestError(f"{name} cannot be given: {field.doc}", param=name)
         elif field.use != "ignored":
+            value = _with_integers(value, field.schema)
             if field.use == "own":
                 check_type(name, value, field.schema)
             found[name] = value
     return found
+
+
+def _with_integers(value: Any, schema: Mapping[str, Any]) -> Any:
+    """A value in which 5.0 is 5 where the schema wants an integer: to JSON they are one number."""
+    if type(value) is float:
+        return int(value) if schema.get("type") == "integer" and value.is_integer() else value
+    for option in schema.get("anyOf", ()):
+        value = _with_integers(value, option)
+    items = schema.get("items")
+    if isinstance(items, Mapping) and isinstance(value, list):
+        return [_with_integers(one, items) if type(one) is not int else one for one in value]
+    return value
 
 
 _TYPES = {

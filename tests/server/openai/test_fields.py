@@ -35,6 +35,24 @@ def test_what_says_something_is_read():
 
 
 @pytest.mark.parametrize(
+    ("body", "read"),
+    [
+        ({"n": 2.0, "seed": -7.0, "top_k": 1e3}, {"n": 2, "seed": -7, "top_k": 1000}),
+        ({"stop_token_ids": [1.0, 2]}, {"stop_token_ids": [1, 2]}),
+        ({"bad_words": ["a", [3.0, 4]]}, {"bad_words": ["a", [3, 4]]}),
+        ({"n": 2.5, "temperature": 1.0}, {"n": 2.5, "temperature": 1.0}),
+        (
+            {"n": float("inf"), "logit_bias": {"1": 2.0}},
+            {"n": float("inf"), "logit_bias": {"1": 2.0}},
+        ),
+    ],
+)
+def test_a_number_without_fraction_is_an_integer_where_one_is_wanted(body, read):
+    found = read_fields(body, KNOWN, UnknownFields())
+    assert (found, repr(found)) == (read, repr(read))
+
+
+@pytest.mark.parametrize(
     ("body", "message"),
     [
         ({"own": 1}, "own must be a boolean, got 1"),
