@@ -5,4 +5,5 @@ import sys
 from jaxserve.cli.main import main
 
 if __name__ == "__main__":
-    raise SystemExit(main(["serve", *sys.argv[1:]]))
+    sys.argv.insert(1, "serve")
+    raise SystemExit(main())

@@ -10,6 +10,8 @@ Invariant: whatever ends it, the engine process is ended too, and the port is fr
 import asyncio
 import contextlib
 import logging
+import os
+import resource
 import signal
 import socket
 from collections.abc import Callable, Coroutine, Iterator
@@ -26,6 +28,8 @@ from jaxserve.server.connections import connection_class
 from jaxserve.server.state import ServerState
 
 EXIT_OK, EXIT_ENGINE_FAILED = 0, 1
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_MAX_FILES = 65536
 # How long replies may take to be written once nothing computes any more.
 _FLUSH_S = 1.0
 # After the engine has failed, /health says so for so long before the port goes away.
@@ -68,14 +72,23 @@ def run_server(config: ServerConfig, make_client: Callable[[], EngineClient]) ->
         ConfigError: the port cannot be had; the engine cannot be configured so.
         CheckpointError, EngineDeadError: the engine did not start.
     """
+    _raise_file_limit()
     with contextlib.closing(listen(config.host, config.port)) as sock:
-        return _run_life(_Life(config, make_client, sock))
+        life = _Life(config, make_client, sock)
+        with asyncio.Runner(loop_factory=life.loop_factory) as runner:
+            code = runner.run(life.run())
+    for one in _SIGNALS:  # the exit code is decided
+        signal.signal(one, signal.SIG_IGN)
+    return code
 
 
-def _run_life(life: "_Life") -> int:
-    """Runs a life in uvicorn's kind of loop: uvloop, where it is installed."""
-    with asyncio.Runner(loop_factory=life.loop_factory) as runner:
-        return runner.run(life.run())
+def _raise_file_limit() -> None:
+    """Each connection is an open file, and the usual limit is for programs with few."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class _Server(uvicorn.Server):
@@ -109,7 +122,7 @@ class _Life:
         self.loop_factory = self._uvicorn_config.get_loop_factory()
         self._asgi: ASGIApp | None = None
         self._stop = asyncio.Event()  # the first signal
-        self._force = asyncio.Event()  # the second
+        self._force = asyncio.Event()  # the second; a third ends the process on the spot
         self._signal = 0
 
     async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -124,35 +137,36 @@ class _Life:
         server = _Server(self._uvicorn_config)
         serving = asyncio.create_task(server.serve([self._sock]))
         try:
-            return await self._live(state)
+            return await self._live(state, serving)
         finally:
             await state.close()
             server.should_exit = True
             server.force_exit = self._force.is_set()
             await serving
 
-    async def _live(self, state: ServerState) -> int:
+    async def _live(self, state: ServerState, serving: "asyncio.Task[None]") -> int:
         host, port = self._sock.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         logger.info("listening on %s, not ready yet: the model is loading", url)
         starting = asyncio.create_task(state.client.start())
         stopping = asyncio.create_task(self._stop.wait())
-        await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([starting, stopping, serving], return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
             starting.cancel()
             await asyncio.wait([starting])
             logger.info("stopped before it was ready")
-            return EXIT_OK
+            return EXIT_OK if self._stop.is_set() else EXIT_ENGINE_FAILED
         await starting  # raises what went wrong
         state.set_loaded()
         logger.info("jaxserve: ready on %s", url)
         failing = asyncio.create_task(state.client.wait_failed())
-        await asyncio.wait([failing, stopping], return_when=asyncio.FIRST_COMPLETED)
-        if not self._stop.is_set():
+        await asyncio.wait([failing, stopping, serving], return_when=asyncio.FIRST_COMPLETED)
+        if self._stop.is_set():
+            return await self._drain(state, failing)
+        if failing.done():
             return await self._fail(state, failing.result())
-        code = await self._drain(state, failing)
-        failing.cancel()
-        return code
+        await serving  # raises why nothing is listened to any more
+        return EXIT_ENGINE_FAILED
 
     async def _fail(self, state: ServerState, failure: str) -> int:
         """The engine is gone: every stream gets its error, then the process ends."""
@@ -177,7 +191,9 @@ class _Life:
         if state.num_requests:
             logger.info("aborting %d requests", state.num_requests)
         await state.client.shutdown(timeout_s=0)
-        await self._wait(state.wait_idle(), _FLUSH_S)
+        failing.cancel()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(state.wait_idle(), _FLUSH_S)
         return 128 + self._signal if self._force.is_set() else EXIT_OK
 
     async def _wait(
@@ -193,10 +209,12 @@ class _Life:
 
     def _take_signals(self) -> None:
         loop = asyncio.get_running_loop()
-        for one in (signal.SIGTERM, signal.SIGINT):
+        for one in _SIGNALS:
             loop.add_signal_handler(one, self._on_signal, one)
 
     def _on_signal(self, number: int) -> None:
+        if self._force.is_set():
+            os._exit(128 + number)  # the engine sees that its line is closed, and ends too
         self._signal = number
         (self._force if self._stop.is_set() else self._stop).set()
 
