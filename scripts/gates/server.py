@@ -11,8 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from jaxserve.server.load.http_client import Address, HttpClient, HttpError
 
@@ -52,6 +52,7 @@ class Server(contextlib.AbstractContextManager["Server"]):
     def __init__(self, model: str | Path, *flags: str, log: Path):
         self.url = ""
         self._log = log
+        self._known: set[tuple[int, int]] = set()
         command = [sys.executable, "-m", "jaxserve", "serve", f"--model={model}"]
         with log.open("w") as errors:
             self.process = subprocess.Popen(
@@ -60,7 +61,7 @@ class Server(contextlib.AbstractContextManager["Server"]):
                 stdout=errors,
                 stderr=errors,
                 cwd=ROOT,
-                start_new_session=True,  # so that its children are found, and ended, with it
+                start_new_session=True,  # Ctrl-C is for the gates, which end it
             )
 
     def __enter__(self) -> "Server":
@@ -94,8 +95,16 @@ class Server(contextlib.AbstractContextManager["Server"]):
         return HttpClient(Address.parse(self.url), keep_alive=keep_alive)
 
     def pids(self) -> list[int]:
-        """It and all that it started and that lives."""
-        return [pid for pid, session in _sessions() if session == self.process.pid]
+        """It and all that it started and that lives, also what has lost its parent since the last call."""
+        live = _live_processes()
+        family = {self.process.pid}
+        while more := {pid for pid, one in live.items() if one.parent in family} - family:
+            family |= more
+        self._known |= {(pid, live[pid].started) for pid in family if pid in live}
+        self._known = {
+            (pid, at) for pid, at in self._known if pid in live and live[pid].started == at
+        }
+        return [pid for pid, _ in self._known]
 
     def rss_bytes(self) -> int:
         """Memory that they hold."""
@@ -125,8 +134,9 @@ class Server(contextlib.AbstractContextManager["Server"]):
 
     def kill(self) -> None:
         """Ends everything that is left of it."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        for pid in self.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self.process.wait()
 
     def __exit__(self, *exc: object) -> None:
@@ -135,13 +145,21 @@ class Server(contextlib.AbstractContextManager["Server"]):
         self.kill()
 
 
-def _sessions() -> Iterator[tuple[int, int]]:
-    """(process, its session) of all processes that live."""
+class _Process(NamedTuple):
+    """A process that lives: its parent, and when it was started (in ticks of the system)."""
+
+    parent: int
+    started: int
+
+
+def _live_processes() -> dict[int, _Process]:
+    found = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, IndexError):  # it has ended since
             fields = path.read_text().rpartition(")")[2].split()
             if fields[0] != "Z":
-                yield int(path.parent.name), int(fields[3])
+                found[int(path.parent.name)] = _Process(int(fields[1]), int(fields[19]))
+    return found
 
 
 async def gauges(http: HttpClient) -> dict[str, float]:

@@ -30,6 +30,7 @@ async def _at_once(server: Server) -> list[Check]:
     started = [asyncio.Event() for _ in range(NUM_STREAMS)]
     streams = [asyncio.create_task(_stream(http, 2000, one)) for one in started]
     await asyncio.wait_for(started[0].wait(), 60)  # some run, the others wait
+    num_processes = len(server.pids())  # from here on they are known
     code, seconds = await asyncio.to_thread(server.stop)
     endings = await asyncio.wait_for(asyncio.gather(*streams), 30)
     await asyncio.sleep(0.2)
@@ -44,7 +45,7 @@ async def _at_once(server: Server) -> list[Check]:
         ("its exit code", f"{code}", "0", code == 0),
         (
             "processes left, port still taken",
-            f"{len(left)}, {_is_taken(server)}",
+            f"{len(left)} of {num_processes}, {_is_taken(server)}",
             "0, False",
             not left and not _is_taken(server),
         ),
