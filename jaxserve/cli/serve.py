@@ -187,7 +187,8 @@ def _define_api(group: Mapping[str, Any]) -> None:
     flags.DEFINE_boolean(
         "enable_prompt_tokens_details",
         _DEFAULT.enable_prompt_tokens_details,
-        "Tell in `usage` how many prompt tokens came from the prefix cache.",
+        "Tell in `usage` how many prompt tokens came from the prefix cache also where there are several "
+        "API keys.",
         **group,
     )
 

@@ -52,7 +52,8 @@ class ServerConfig:
         cors_allow_origins: origins whose pages may call the server; "*" = any. Empty = none.
         dashboard: serve the page at /.
         metrics_compat: "vllm" also gives metrics under vLLM's names.
-        enable_prompt_tokens_details: tell in `usage` how many prompt tokens came from the prefix cache.
+        enable_prompt_tokens_details: tell in `usage` how many prompt tokens came from the prefix cache,
+            also with several API keys.
 
     Raises:
         ConfigError: a value outside its range.
@@ -102,6 +103,11 @@ class ServerConfig:
         for origin in self.cors_allow_origins:
             ok = origin == "*" or origin.startswith(("http://", "https://"))
             _require(ok, "cors_allow_origin", origin, "* or an origin like https://example.org")
+
+    @property
+    def shows_cached_tokens(self) -> bool:
+        """Whether `usage` tells the cached tokens: by itself only where all clients are one."""
+        return self.enable_prompt_tokens_details or len(self.api_key_digests) < 2
 
     @property
     def names(self) -> tuple[str, ...]:

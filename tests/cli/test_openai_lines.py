@@ -95,6 +95,7 @@ def test_c45_results_are_the_replies_of_the_server(tokenized, tmp_path):
         check_schema(
             "CreateChatCompletionResponse" if is_chat else "CreateCompletionResponse", body
         )
+        reply["usage"].pop("prompt_tokens_details")  # what is cached depends on what ran before
         assert {k: v for k, v in body.items() if k not in volatile} == {
             k: v for k, v in reply.items() if k not in volatile
         }

@@ -56,7 +56,7 @@ def what_is_served(state: ServerState, unknown: UnknownFields) -> Served:
         model=state.model,
         check_model=state.check_model,
         tool_parser=tool_parser_of(state),
-        shows_cached_tokens=state.config.enable_prompt_tokens_details,
+        shows_cached_tokens=state.config.shows_cached_tokens,
         unknown=unknown,
     )
 

@@ -5,6 +5,7 @@ import logging
 import pytest
 
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.server.config import key_digest
 from jaxserve.server.openai.completions import DEFAULT_MAX_TOKENS, FIELDS, parse
 from jaxserve.server.openai.endpoint import Endpoint
 from tests.server.conftest import serving
@@ -47,7 +48,7 @@ def test_reply_is_what_openai_describes():
         assert body["model"] == "fake"
         usage = body["usage"]
         assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
-        assert "prompt_tokens_details" not in usage
+        assert usage["prompt_tokens_details"] == {"cached_tokens": 0}
         body = await _post(http, prompt="hi", logprobs=3, n=2)
         check_schema("CreateCompletionResponse", body)
 
@@ -268,14 +269,31 @@ def test_models_by_name():
     _run(check, served_model_names=("a", "b"))
 
 
-def test_cached_tokens_are_told_where_the_operator_says_so():
-    async def check(http, client):
-        prompt = list(range(3, 23))
-        first, second = [(await _post(http, prompt=prompt))["usage"] for _ in range(2)]
-        assert first["prompt_tokens_details"] == {"cached_tokens": 0}
-        assert 16 <= second["prompt_tokens_details"]["cached_tokens"] < 20
+KEYS = (key_digest("first-key"), key_digest("second-key"))
 
-    _run(check, enable_prompt_tokens_details=True)
+
+@pytest.mark.parametrize(
+    ("settings", "is_told"),
+    [
+        ({}, True),
+        ({"api_key_digests": KEYS[:1]}, True),
+        ({"api_key_digests": KEYS}, False),
+        ({"api_key_digests": KEYS, "enable_prompt_tokens_details": True}, True),
+    ],
+)
+def test_cached_tokens_are_told_to_others_only_where_the_operator_says_so(settings, is_told):
+    async def check(http, client):
+        http.headers["Authorization"] = "Bearer first-key"
+        prompt = list(range(3, 23))
+        usages = [(await _post(http, prompt=prompt))["usage"] for _ in range(2)]
+        if not is_told:
+            assert all("prompt_tokens_details" not in one for one in usages)
+            return
+        first, second = [one["prompt_tokens_details"]["cached_tokens"] for one in usages]
+        assert first == 0
+        assert 16 <= second < 20
+
+    _run(check, **settings)
 
 
 def test_too_long_a_prompt_is_refused_before_a_page_is_taken():

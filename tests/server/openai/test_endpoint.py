@@ -55,8 +55,8 @@ def test_c41_usage_chunk_and_end_of_stream(url, more):
     async def check(http, client):
         body = BODIES[url] | more
         whole = (await http.post(url, json=body)).json()
-        client.engine.scheduler.kv.clear_cache()
         plain = events_of(await http.post(url, json=body | {"stream": True}))
+        client.engine.scheduler.kv.clear_cache()  # `usage` tells what was cached
         assert all("usage" not in event and event["choices"] for event in plain)
         options = {"stream": True, "stream_options": {"include_usage": True}}
         *events, last = events_of(await http.post(url, json=body | options))

@@ -209,6 +209,7 @@ def test_c45_a_batch_file_has_the_replies_of_the_server(llm, tmp_path, monkeypat
     assert main(["run", f"--model={TINY}", f"--input={source}", f"--output={output}"]) == 0
     for record, reply in zip(read_records(output), ask(llm, *calls), strict=True):
         body, wanted = record["response"]["body"], reply.json()
+        wanted["usage"].pop("prompt_tokens_details")  # depends on what ran before
         assert body["usage"] == wanted["usage"]
         for found, choice in zip(body["choices"], wanted["choices"], strict=True):
             assert found.get("message") == choice.get("message")
