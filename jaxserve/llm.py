@@ -8,7 +8,7 @@ It owns a tokenizer and an `Engine`; `add` and `step` are the same loop in the o
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from jaxserve.config import EngineConfig
@@ -94,7 +94,13 @@ class LLM:
         """Token ids of a text prompt (with the tokenizer's own added specials), or the ids as
         they are.
         """
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else [*map(plain, prompt)]
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        if isinstance(prompt, bytes | dict) or not isinstance(prompt, Iterable):
+            raise InvalidRequestError(
+                f"prompt must be a text or a list of token ids, got {shown(prompt)}", param="prompt"
+            )
+        return [*map(plain, prompt)]
 
     def encode_chat(
         self, messages: Sequence[Message], tools: Sequence[Tool] | None = None

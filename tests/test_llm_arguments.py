@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxserve.errors import ConfigError, InvalidRequestError
+from jaxserve.errors import CheckpointError, ConfigError, InvalidRequestError
 from jaxserve.llm import LLM
 from jaxserve.request import SamplingParams
 from tests.llms import TINY, greedy, shared_llm
@@ -155,3 +155,18 @@ def test_nothing_stays_behind_when_one_of_several_is_bad():
             llm.generate([[5], [600]], greedy(max_tokens))
         assert not llm.has_work()
         assert llm.step() == []
+
+
+@pytest.mark.parametrize("prompt", [None, 5, b"ab", {"prompt": "a"}])
+def test_a_stream_of_what_is_no_prompt_says_so(prompt):
+    with pytest.raises(InvalidRequestError, match="prompt must be a text or a list of token ids"):
+        next(shared_llm().stream(prompt, greedy(1)))
+    assert not shared_llm().has_work()
+
+
+@pytest.mark.parametrize("model", [None, 5, b"model", ["model"]])
+def test_a_model_that_is_no_name_is_refused(model):
+    with pytest.raises(
+        CheckpointError, match=r"model must be a directory, a \.gguf file or a name"
+    ):
+        LLM(model)

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.errors import CheckpointError
+from jaxserve.errors import CheckpointError, shown
 from jaxserve.model_config import ModelConfig
 from jaxserve.weights import name_maps
 from jaxserve.weights.checkpoint import Checkpoint
@@ -79,6 +79,10 @@ def resolve_model(name_or_path: str | Path) -> Path:
         CheckpointError: nothing found; says where it was looked for, which names are known, which
             one may have been meant, and how to fetch it.
     """
+    if not isinstance(name_or_path, str | Path):
+        raise CheckpointError(
+            f"model must be a directory, a .gguf file or a name, got {shown(name_or_path)}"
+        )
     text = str(name_or_path)
     path = Path(name_or_path).expanduser()
     if not text:
