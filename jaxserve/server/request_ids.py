@@ -14,7 +14,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 # Asked for all the time by machines: told at debug level only.
-_QUIET_PATHS = frozenset({"/health", "/ping", "/metrics", "/load"})
+_QUIET_PATHS = frozenset({"/health", "/ping", "/metrics", "/load", "/dashboard/state"})
 _HARMLESS = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 logger = logging.getLogger("jaxserve.server.access")

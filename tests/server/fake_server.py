@@ -10,7 +10,7 @@ import signal
 import sys
 
 from jaxserve.cli.flags import configure_logging
-from jaxserve.server.config import ServerConfig
+from jaxserve.server.config import ServerConfig, key_digest
 from jaxserve.server.serve import run_server
 from tests.server.fake_client import FakeEngineClient
 
@@ -44,7 +44,9 @@ def main() -> int:
     """Runs the server that the first argument describes."""
     given = json.loads(sys.argv[1])
     configure_logging(1)
-    config = ServerConfig(**{"model": "models/fake", "port": 0} | given.get("config", {}))
+    fields = {"model": "models/fake", "port": 0} | given.get("config", {})
+    fields["api_key_digests"] = [key_digest(key) for key in fields.pop("api_keys", ())]
+    config = ServerConfig(**fields)
     return run_server(config, lambda: SlowClient(**given.get("client", {})))
 
 
