@@ -16,8 +16,11 @@ let timer = 0;
 let asking = false;
 const map = new PoolMap($("map"));
 
-const send = (path, options = {}) =>
-  fetch(path, { ...options, headers: { ...options.headers, ...(key ? { Authorization: `Bearer ${key}` } : {}) } });
+// A browser that was asked for the key sends it by itself; `key` is one that was given to the page.
+const send = (path, options = {}) => {
+  const headers = { ...options.headers, ...(key ? { Authorization: `Bearer ${key}` } : {}) };
+  return fetch(new URL(path, location.origin + location.pathname), { ...options, headers });
+};
 const chat = new Chat(send);
 
 const say = (id, text) => { const node = $(id); if (node.textContent !== text) node.textContent = text; };

@@ -148,7 +148,7 @@ def test_a_dead_engine():
             client.fail("its process was killed")
             state = await look(http)
             assert state["status"] == "engine_dead"
-            assert "its process was killed" in state["problem"]
+            assert "engine is gone" in state["problem"]
             assert state["stats"] == before["stats"]
 
     run(check)

@@ -111,14 +111,14 @@ def test_texts_stand_out_from_what_is_behind_them(scheme):
     assert len(set(used)) == 4
 
 
-def test_with_keys_the_page_is_open_and_what_it_shows_is_not():
+def test_with_keys_the_page_and_what_it_shows_need_one():
     async def check():
         async with serving(api_key_digests=[key_digest(KEY)]) as http:
-            for path in FILES:
-                assert (await http.get(path)).status_code == 200
-            assert (await http.get("/dashboard/state")).status_code == 401
-            key = {"authorization": f"Bearer {KEY}"}
-            assert (await http.get("/dashboard/state", headers=key)).status_code == 200
+            for path in (*FILES, "/dashboard/state"):
+                assert (await http.get(path)).status_code == 401
+                key = {"authorization": f"Bearer {KEY}"}
+                assert (await http.get(path, headers=key)).status_code == 200
+                assert (await http.get(path, auth=("anybody", KEY))).status_code == 200
 
     run(check)
 
