@@ -10,7 +10,7 @@ stream ends with [DONE].
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -29,6 +29,9 @@ from jaxserve.server.state import ServerState
 from jaxserve.server.tools.parser import detect_parser
 
 Parse = Callable[[Mapping[str, Any], Served], Call]
+Chunks = Callable[
+    [int, RequestOutput], Awaitable[bytes]
+]  # (prompt, a part of its output) -> events
 _STREAM_HEADERS = (
     (b"content-type", sse.MEDIA_TYPE.encode()),
     (b"cache-control", b"no-cache"),
@@ -116,10 +119,26 @@ class Endpoint:
         parts = merged([state.generate(request, one, place) for one in requests])
         async with contextlib.aclosing(parts):
             if call.streaming.stream:
-                await _stream(request, reply, parts, send)
+                await _stream(request, self._chunks_of(call, reply), reply.end, parts, send)
+                return
+            outputs = await _whole(parts, len(requests))
+            if call.params.wants_logprobs or call.params.prompt_logprobs is not None:
+                data = await state.encoder.run(_body_of, reply, outputs)
             else:
-                outputs = await _whole(parts, len(requests))
-                await _send_body(sse.encode(reply.body(outputs)), send)
+                data = _body_of(reply, outputs)
+            await _send_body(data, send)
+
+    def _chunks_of(self, call: Call, reply: Reply) -> Chunks:
+        """What makes events; in a thread those that list a prompt's tokens, which may be many."""
+        told: set[int] = set()
+
+        async def chunks(prompt: int, output: RequestOutput) -> bytes:
+            if output.prompt_logprobs is None or prompt in told:
+                return reply.chunks(prompt, output)
+            told.add(prompt)
+            return await self._state.encoder.run(reply.chunks, prompt, output)
+
+        return chunks
 
     @property
     def served(self) -> Served:
@@ -148,6 +167,10 @@ async def _whole(
     return [merge_outputs(outputs) for outputs in released]
 
 
+def _body_of(reply: Reply, outputs: Sequence[RequestOutput]) -> bytes:
+    return sse.encode(reply.body(outputs))
+
+
 async def _send_body(data: bytes, send: Send) -> None:
     headers = [
         (b"content-type", b"application/json"),
@@ -159,7 +182,8 @@ async def _send_body(data: bytes, send: Send) -> None:
 
 async def _stream(
     request: HttpRequest,
-    reply: Reply,
+    chunks: Chunks,
+    end: Callable[[], bytes],
     parts: AsyncGenerator[tuple[int, RequestOutput]],
     send: Send,
 ) -> None:
@@ -169,14 +193,14 @@ async def _stream(
             failure = failure_of(output)
             if failure is not None:
                 raise failure
-            data = reply.chunks(prompt, output)
+            data = await chunks(prompt, output)
             if not is_begun:
                 is_begun = True
                 headers = list(_STREAM_HEADERS)
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
             if data:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
-        data = reply.end()
+        data = end()
     except ClientGoneError:
         raise
     except Exception as error:
