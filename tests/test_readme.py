@@ -3,6 +3,7 @@ and so do those of docs/sampling.md and the jaxserve commands of docs/kernels.md
 docs/performance.md are understood.
 """
 
+import json
 import re
 import shlex
 import subprocess
@@ -48,7 +49,8 @@ def test_scripts_of_the_readme_are_what_ci_runs(repository):
     assert all(script in ci for script in named)
 
 
-SERVER = (".venv/bin/jaxserve serve ", "curl ")  # run together, below
+SERVE, BENCH, CURL = ".venv/bin/jaxserve serve ", ".venv/bin/jaxserve bench serve ", "curl "
+SERVER = (SERVE, BENCH, CURL)  # run together, below
 COMMANDS = [
     c
     for text in (README, KERNELS, SAMPLING)
@@ -91,8 +93,8 @@ def test_command(command, repository, tmp_path, home):
     assert (written.read_text() if written.exists() else done.stdout).strip()
 
 
-def test_the_server_and_its_curl(home):
-    serve, curl = (c for c in commands() if c.startswith(SERVER))
+def test_the_server_its_curl_and_its_bench(home, capsys):
+    (serve,), (bench,), (curl,) = ([c for c in commands() if c.startswith(s)] for s in SERVER)
     arguments = shlex.split(serve.replace("smollm2-135m-instruct", str(TINY)))[2:]
     arguments.remove("--port=8000")
     command = [sys.executable, "-m", "jaxserve", "serve", *FAST, "--port=0", *arguments]
@@ -102,6 +104,8 @@ def test_the_server_and_its_curl(home):
             reply = http.post(path, headers=headers, content=body)
         assert reply.status_code == 200, reply.text
         assert reply.json()["choices"][0]["message"]["content"]
+        assert main([*shlex.split(bench)[1:], f"--base_url={server.url}"]) == 0
+        assert json.loads(capsys.readouterr().out)["completed"] == 20
         assert server.stop() == 0
 
 
