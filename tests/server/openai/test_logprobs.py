@@ -64,6 +64,9 @@ def test_c21_chat_layout():
         # The end token put nothing into the text.
         assert (content[-1]["token"], content[-1]["bytes"]) == ("<|im_end|>", None)
         assert any(one["token"].startswith("bytes:\\x") for one in content)
+        kept = await _chat(http, logprobs=True, skip_special_tokens=False)
+        assert kept["message"]["content"] == TEXT  # of which the end token is no part either
+        assert kept["logprobs"] == choice["logprobs"]
 
         content = (await _chat(http, logprobs=True, top_logprobs=3))["logprobs"]["content"]
         for one in content:
