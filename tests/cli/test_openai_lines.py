@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import os
 import sys
+import threading
 
 import pytest
 
@@ -131,9 +133,23 @@ def test_c45_twelve_lines_each_get_their_record(tokenized, tmp_path, capsys):
     again = tmp_path / "again.jsonl"
     assert tokenized(f"--input={source}", "--max-num-seqs=2", f"--output={again}") == 1
     assert again.read_bytes() == output.read_bytes()
-    # To stdout, through a pipe: known by its first line as well.
     assert tokenized("--input-format=openai", f"--input={source}", "--output=-") == 1
     assert capsys.readouterr().out.encode() == output.read_bytes()
+
+
+@pytest.mark.parametrize("is_openai", [True, False])
+def test_a_pipe_is_known_by_its_first_line(tokenized, tmp_path, capsys, is_openai):
+    lines = GOOD if is_openai else [{"id": "a", "prompt": "hello", "max_tokens": 4}]
+    data = write(tmp_path / "in.jsonl", lines).read_bytes()
+    fifo, output = tmp_path / "fifo", tmp_path / "out.jsonl"
+    os.mkfifo(fifo)
+    writer = threading.Thread(target=fifo.write_bytes, args=(data,))
+    writer.start()
+    assert tokenized(f"--input={fifo}", f"--output={output}") == 0
+    writer.join()
+    records = read_records(output)
+    assert len(records) == len(lines)
+    assert all(("custom_id" in one) == is_openai for one in records)
 
 
 def test_c45_resumed_after_a_part(tokenized, tmp_path):
