@@ -227,9 +227,10 @@ def failure_of(output: RequestOutput) -> RequestError | None:
             what = str(one.stop_reason or "error")
             if what == "non_finite_logits":
                 message = "the model computed NaN or infinite values"
-            else:
-                message = f"nothing can follow what the model has said so far ({what})"
-            return NonFiniteError(f"choice {one.index}: {message}", code=what)
+                return NonFiniteError(f"choice {one.index}: {message}", code=what)
+            # What was asked for leads to where nothing is allowed, or costs too much to go on with.
+            message = f"choice {one.index}: nothing can follow what the model has said so far ({what})"
+            return InvalidRequestError(message, param=what, code="constraint_failed")
         if one.finish_reason == "abort":
             return RequestError("the request was aborted before it was done", code="aborted")
     return None

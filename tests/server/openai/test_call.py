@@ -55,7 +55,9 @@ def test_what_is_no_answer():
     assert failed.code == "non_finite_logits"
     assert "choice 1" in failed.message
     assert failure_of(_output((0, "abort", None))).code == "aborted"
-    assert failure_of(_output((0, "error", "structured_outputs"))).code == "structured_outputs"
+    dead_end = failure_of(_output((0, "error", "structured_outputs")))
+    assert isinstance(dead_end, InvalidRequestError)  # a 400: what was asked for leads there
+    assert (dead_end.param, dead_end.code) == ("structured_outputs", "constraint_failed")
 
 
 def test_usage_counts_prompts_once_and_all_choices():
