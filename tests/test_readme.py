@@ -93,6 +93,7 @@ def test_command(command, repository, tmp_path, home):
     assert (written.read_text() if written.exists() else done.stdout).strip()
 
 
+@pytest.mark.timeout(400)
 def test_the_server_its_curl_and_its_bench(home, capsys):
     (serve,), (bench,), (curl,) = ([c for c in commands() if c.startswith(s)] for s in SERVER)
     arguments = shlex.split(serve.replace("smollm2-135m-instruct", str(TINY)))[2:]

@@ -26,7 +26,7 @@ SMALL = (
     "--num_pages=200",
     "--page_size=16",
 )
-START_PATIENCE_S = 200.0  # of a real server that compiles
+START_PATIENCE_S = 300.0  # of a real server that compiles
 PATIENCE_S = 60.0  # of tests on a busy machine; nothing is that slow
 
 

@@ -181,6 +181,29 @@ def test_salts_separate_keys_and_cannot_be_chosen():
     asyncio.run(check())
 
 
+def test_keys_share_no_cached_pages():
+    async def check():
+        settings = {
+            "api_key_digests": [key_digest(KEY), key_digest(OTHER)],
+            "enable_prompt_tokens_details": True,
+        }
+        async with serving(**settings) as http:
+
+            async def num_cached(key: str) -> int:
+                body = {"prompt": list(range(5, 45)), "max_tokens": 1}
+                headers = {"Authorization": f"Bearer {key}"}
+                reply = await http.post("/v1/completions", json=body, headers=headers)
+                details = reply.json()["usage"]["prompt_tokens_details"]
+                return (details or {}).get("cached_tokens", 0)
+
+            assert await num_cached(KEY) == 0
+            assert await num_cached(OTHER) == 0
+            assert await num_cached(KEY) > 30
+            assert await num_cached(OTHER) > 30
+
+    asyncio.run(check())
+
+
 def test_one_key_has_no_salt():
     async def check():
         async with serving(api_key_digests=[key_digest(KEY)]) as http:

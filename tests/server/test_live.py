@@ -13,7 +13,7 @@ import pytest
 from tests.server.processes import ServerProcess
 from tests.server.streams import Stream
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(400)
 
 
 def engine_pid(server: ServerProcess) -> int:
