@@ -47,7 +47,8 @@ def test_every_flag_reaches_its_field(started, tmp_path):
         "--shutdown_timeout=5 --watchdog_timeout_s=4 --send_timeout_s=3 --body_timeout_s=2 "
         f"--max_body_bytes=1000 --tool_call_parser=hermes --chat_template={template} "
         "--cors_allow_origin=https://a.example --cors_allow_origin=https://b.example --nodashboard "
-        "--metrics_compat=vllm --generation_config=none --enable_prompt_tokens_details --max_num_seqs=3 --page_size=8"
+        "--metrics_compat=vllm --generation_config=none --enable_prompt_tokens_details "
+        "--max_num_seqs=3 --page_size=8"
     ).split()
     assert main(["serve", "--model=m", *arguments]) == 0
     ((config, (_, options)),) = started
