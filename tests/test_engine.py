@@ -212,3 +212,30 @@ def test_derived_seeds_are_fixed():
     assert len(choices) == 297
     assert choices.isdisjoint(derive_seed(s, i) for s in range(3) for i in range(100))
     assert choice_seed(7, 0) == 7
+
+
+def test_the_prefix_cache_is_reset_between_two_steps():
+    engine = make_engine(async_scheduling=True)
+    prompt = list(range(1, 30))
+    engine.add(
+        Request(
+            id="a",
+            prompt_token_ids=prompt,
+            sampling_params=SamplingParams(max_tokens=4, temperature=0),
+        )
+    )
+    drain(engine)
+    params = SamplingParams(max_tokens=30, temperature=0)
+    engine.add(Request(id="b", prompt_token_ids=prompt, sampling_params=params))
+    parts = engine.step() + engine.step()
+    assert parts[0].num_cached_tokens == 28
+    num_cached = engine.stats().num_cached_pages
+    assert engine.reset_prefix_cache() == num_cached
+    engine.check_invariants()
+    assert engine.stats().num_cached_pages == 0
+    rest = drain(engine)["b"]
+    ids = [i for part in [*parts, *rest] for i in part.outputs[0].token_ids]
+    assert ids == expected_tokens(prompt, 30)
+    assert engine.reset_prefix_cache() > 0
+    engine.add(Request(id="c", prompt_token_ids=prompt, sampling_params=params))
+    assert drain(engine)["c"][0].num_cached_tokens == 0

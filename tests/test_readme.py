@@ -130,7 +130,7 @@ def test_python_blocks(text, repository, monkeypatch, capsys):
     names: dict[str, object] = {}
     for block in blocks("python", text):
         code = re.sub(r'"(checkpoints/)?smollm2-135m-instruct"', f'"{TINY}"', block)
-        code = re.sub(r'LLM\("(.*?)"\)', rf'LLM("\1", {small})', code)
+        code = re.sub(r'(LLM|AsyncEngine)\("(.*?)"\)', rf'\1("\2", {small})', code)
         code = code.replace('{"max_num_seqs": 8}', f"dict({small})")
         code = code.replace("[504, 3575, 282]", "[5, 6, 7]")
         exec(compile(code, "README.md", "exec"), names)

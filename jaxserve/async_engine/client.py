@@ -82,7 +82,7 @@ class Client(ABC):
 
     @abstractmethod
     def _send(self, command: Command) -> None:
-        """Sends a command, without waiting.
+        """Sends a command, without waiting; does nothing where there is nobody to hear it.
 
         Raises:
             InvalidRequestError: it holds something that cannot be sent.
@@ -134,6 +134,7 @@ class Client(ABC):
         except BaseException as error:  # a cancelled start leaves nothing behind either
             self._started.cancel()
             self._fail("the engine was not started")
+            self._send(Stop(0.0))  # for a thread, which ends as soon as it hears it
             await self._end(0.0)
             if isinstance(error, asyncio.CancelledError) and self._is_closing:
                 raise EngineDeadError("the engine was shut down while it started") from error
@@ -226,11 +227,10 @@ class Client(ABC):
         if self._loop is None:
             self._fail("the engine was never started")
             return
-        if self._failure is None:
-            if is_starting and self._started is not None:
-                self._started.cancel()  # `start` raises
-            else:
-                self._send(Stop(timeout_s))
+        if self._failure is None and is_starting and self._started is not None:
+            self._started.cancel()  # `start` raises
+        else:
+            self._send(Stop(timeout_s if self._failure is None else 0.0))
         wait_s = timeout_s + END_GRACE_S if self._failure is None else 0.0
         try:
             async with asyncio.timeout(wait_s):

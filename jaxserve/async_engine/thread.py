@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import faulthandler
 import itertools
-import os
 import sys
 import threading
 from collections import deque
@@ -220,15 +219,15 @@ class AsyncEngine(Client):
             raise
 
     def _send(self, command: Command) -> None:
-        assert self._line is not None
-        self._line.put(command)
+        if self._line is not None:
+            self._line.put(command)
 
     async def _wait_for_room(self) -> None:
         """A queue within a process holds what its callers hold anyway."""
 
     def _end_hung(self) -> None:
         sys.stderr.flush()
-        faulthandler.dump_traceback(file=os.dup(2), all_threads=True)
+        faulthandler.dump_traceback(file=2, all_threads=True)
 
     async def _end(self, timeout_s: float) -> None:
         """A thread cannot be ended: one that hangs goes with the process."""

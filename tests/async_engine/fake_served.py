@@ -6,6 +6,7 @@ the options as JSON.
 
 import json
 import os
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ from tests.fakes import FakeExecutor, FakeHandle, make_engine
 from tests.llms import TINY
 
 HANGS, DIES, RAISES = 990, 991, 992  # prompts that begin with these make a step do so
+end_of_hang = threading.Event()  # for threads, which nobody can kill
 
 
 class Mishap(RuntimeError):
@@ -40,7 +42,7 @@ class NastyExecutor(FakeExecutor):
             time.sleep(self.step_s)
         ids = set(batch.token_ids[batch.positions == 0].tolist())
         if HANGS in ids:
-            time.sleep(1000)
+            end_of_hang.wait(1000)
         if DIES in ids:
             os._exit(3)
         if RAISES in ids and self.num_to_raise > 0:

@@ -461,6 +461,15 @@ class Machine(RuleBasedStateMachine):
         self.memory.kv.clear_cache()
         assert self.memory.kv.pool.num_free == self.memory.kv.pool.num_usable
 
+    @precondition(lambda self: hasattr(self, "memory") and not self.is_planning)
+    @rule()
+    def evict_all(self):
+        kv = self.memory.kv
+        num_free, num_cached = kv.pool.num_free, kv.num_cached_pages
+        assert kv.evict_all() == num_cached
+        assert kv.num_cached_pages == 0
+        assert kv.pool.num_free == num_free + num_cached
+
     @invariant()
     def every_page_is_accounted_for(self):
         if not hasattr(self, "memory"):

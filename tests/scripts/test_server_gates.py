@@ -116,8 +116,7 @@ def test_p99s():
 def test_leaked_pages():
     names = ("free", "cached", "owned")
     found = {
-        f'jaxserve:pages{{state="{name}"}}': x
-        for name, x in zip(names, (70, 50, 0), strict=True)
+        f'jaxserve:pages{{state="{name}"}}': x for name, x in zip(names, (70, 50, 0), strict=True)
     }
     assert num_leaked(found, 121) == 0
     assert num_leaked(found, 124) == 3
