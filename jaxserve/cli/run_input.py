@@ -94,8 +94,9 @@ class PipedLines:
 
     def _read(self, stream: BinaryIO) -> None:
         try:
-            for line in split_lines(lambda: stream.read(_CHUNK_BYTES)):
-                self._queue.put(line)
+            with stream:
+                for line in split_lines(lambda: stream.read(_CHUNK_BYTES)):
+                    self._queue.put(line)
         except OSError as error:
             self._queue.put(error)
         self._queue.put(None)
