@@ -97,6 +97,25 @@ def test_a_second_signal_ends_it_at_once(second):
         assert json.loads(stream.wait_ended().events[-2])["error"]["code"] == "shutting_down"
 
 
+def test_a_client_that_does_not_read_holds_no_drain_up():
+    client = {"script": SCRIPT, "max_model_len": 30_000, "num_pages": 20_000}
+    body = (
+        b'{"prompt": "hi", "max_tokens": 29000, "ignore_eos": true, "stream": true, "logprobs": 5}'
+    )
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+    head += "Content-Type: application/json\r\n\r\n"
+    with ServerProcess.fake(**client) as server, socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(("127.0.0.1", server.wait_ready().port))
+        sock.sendall(head.encode() + body)
+        with server.http() as http:
+            server.wait_until(lambda: http.get("/load").json()["server_load"] == 1)
+        time.sleep(2)  # by now the buffers on its way are full
+        started = time.monotonic()
+        assert server.stop() == 0
+        assert time.monotonic() - started < 4
+
+
 def test_a_dead_engine_is_seen_at_once_and_ends_everything():
     """Case C42: health, an open stream, a request that is not streamed, a new one, the exit code."""
     with ServerProcess.fake(script=SCRIPT, step_s=0.05) as server:
