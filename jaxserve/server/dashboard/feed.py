@@ -114,7 +114,8 @@ class Feed:
         tokenizer = self._state.model.tokenizer
         text = None
         if not prefix.is_private and tokenizer is not None:
-            text = tokenizer.decode(prefix.token_ids, skip_special_tokens=False)
+            said = tokenizer.decode(prefix.token_ids, skip_special_tokens=True)
+            text = said or tokenizer.decode(prefix.token_ids, skip_special_tokens=False)
         return {
             "parent": prefix.parent,
             "num_tokens": prefix.num_tokens,

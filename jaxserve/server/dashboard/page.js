@@ -209,7 +209,10 @@ function showPrefixes(prefixes) {
     };
     const text = prefix.is_private ? "private" : (prefix.text ?? "tokens");
     const shown = text.replaceAll("\n", "↵") + (prefix.is_cut && !prefix.is_private ? "…" : "");
-    const first = cell(shown, `text d${Math.min(4, depth)}${prefix.is_private ? " private" : ""}`);
+    const first = cell("", `text d${Math.min(4, depth)}${prefix.is_private ? " private" : ""}`);
+    const lines = document.createElement("span");
+    lines.textContent = shown;
+    first.append(lines);
     first.title = `${shown}\n${plural(prefix.num_pages, "page")}, ${plural(prefix.num_own_tokens, "token")} of its own`;
     cell(count(prefix.num_hits), "n");
     cell(count(prefix.num_users), "n");
