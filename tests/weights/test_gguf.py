@@ -322,6 +322,15 @@ def encode(checkpoint: Checkpoint, text: str, **options: Any) -> list[str]:
     return Tokenizer.from_str(checkpoint.tokenizer_json).encode(text, **options).tokens
 
 
+def test_several_chat_templates_are_found_by_their_names(tmp_path, model):
+    more = {
+        "tokenizer.chat_templates": ["tool_use"],
+        "tokenizer.chat_template.tool_use": "{{ tools }}",
+    }
+    found = open_checkpoint(write_gguf(tmp_path / "n.gguf", model, metadata=TOKENIZER | more))
+    assert found.chat_template == {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+
+
 def test_tokenizer_is_rebuilt_and_digits_are_split_where_the_file_says_so(tmp_path, model):
     smollm = open_checkpoint(write_gguf(tmp_path / "s.gguf", model, metadata=TOKENIZER))
     gpt2 = open_checkpoint(
