@@ -229,7 +229,9 @@ def failure_of(output: RequestOutput) -> RequestError | None:
                 message = "the model computed NaN or infinite values"
                 return NonFiniteError(f"choice {one.index}: {message}", code=what)
             # What was asked for leads to where nothing is allowed, or costs too much to go on with.
-            message = f"choice {one.index}: nothing can follow what the model has said so far ({what})"
+            message = (
+                f"choice {one.index}: nothing can follow what the model has said so far ({what})"
+            )
             return InvalidRequestError(message, param=what, code="constraint_failed")
         if one.finish_reason == "abort":
             return RequestError("the request was aborted before it was done", code="aborted")
