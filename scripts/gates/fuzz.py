@@ -102,7 +102,8 @@ def _fault(method: str, status: int, kind: str, body: bytes) -> str | None:
     if any(word in body for word in _INSIDE):
         return f"tells of its inside: {body[:500]!r}"
     if kind.startswith("text/event-stream"):
-        if b'"error":' in body:
+        # A dead end of the request's own constraints is told so; anything else is the server's fault.
+        if b'"error":' in body and b'"type":"invalid_request_error"' not in body:
             return f"an error within a stream: {body[-300:]!r}"
         return (
             None if body.endswith(b"data: [DONE]\n\n") else f"a stream without end: {body[-99:]!r}"

@@ -71,6 +71,12 @@ ERROR = {"message": "m", "type": "t", "param": None, "code": None}
         (200, "text/event-stream", b"data: {}\n\ndata: [DONE]\n\n", None),
         (200, "text/event-stream", b"data: {}\n\n", "without end"),
         (200, "text/event-stream", b'data: {"error": {}}\n\ndata: [DONE]\n\n', "within a stream"),
+        (
+            200,
+            "text/event-stream",
+            b'data: {"error":{"type":"invalid_request_error"}}\n\ndata: [DONE]\n\n',
+            None,
+        ),
     ],
 )
 def test_answers_to_hostile_requests(status, kind, body, fault):
