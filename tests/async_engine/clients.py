@@ -36,7 +36,7 @@ async def running(client: Client) -> AsyncGenerator[Any]:
         await client.shutdown()
 
 
-def run[T](what: Coroutine[Any, Any, T], timeout_s: float = 60.0) -> T:
+def run[T](what: Coroutine[Any, Any, T], timeout_s: float = 240.0) -> T:
     """Awaits it in an event loop of its own; nothing may be left behind in that."""
 
     async def bounded() -> T:

@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from jaxserve.async_engine.engine_loop import Served
@@ -21,8 +22,8 @@ from jaxserve.sampling_params import SamplingParams
 from jaxserve.schedule.batch import DeviceBatch
 from jaxserve.text.tokenizer import Tokenizer
 from tests.fakes import FakeExecutor, FakeHandle, make_engine
-from tests.llms import TINY
 
+TINY = Path(__file__).parent.parent.parent / "checkpoints" / "tiny_llama"  # tests.llms imports jax
 HANGS, DIES, RAISES = 990, 991, 992  # prompts that begin with these make a step do so
 end_of_hang = threading.Event()  # for threads, which nobody can kill
 
