@@ -21,7 +21,6 @@ namespace jaxserve {
 constexpr int kPanel = 64;       // columns
 constexpr int kHalf = kPanel / 2;
 constexpr int kDepth = 144;       // rows of a panel at a time, at most: 36 KiB
-constexpr int kAhead = 128;       // rows between what is fetched and what is multiplied, with few rows of x: 32 KiB
 constexpr int kFetchers = 8;      // groups of rows of x that fetch, at most
 constexpr int kLine = 16;         // floats
 constexpr int kWide = kVectors * kLanes;  // columns that the registers hold, at most a panel
@@ -60,8 +59,7 @@ Product pick_lines(int lines) {
   switch (lines) {
     case 0: return product<R, V, 0, Add>;
     case 1: return product<R, V, 1, Add>;
-    case 2: return product<R, V, 2, Add>;
-    default: return product<R, V, 4, Add>;
+    default: return product<R, V, 2, Add>;
   }
 }
 
@@ -84,13 +82,14 @@ Product pick(int r, int lines, bool add) {
 }
 
 // x times `wide` columns of `depth` rows of a panel. The groups of rows share in fetching as many of the rows that
-// follow, so that memory is read all the while; a single group passes through them soon, and fetches what is near.
+// follow, so that memory is read all the while. A single group leaves the fetching to the hardware, which is better at
+// it: requests of its own take up the few places that the first cache has for them.
 inline void multiply_depth(const float* x, int64_t m, int64_t k, int depth, const float* b, int wide, float* c,
                            int64_t ldc, bool add) {
   const int64_t groups = (m + kRows - 1) / kRows;
   const int lines = std::max(1, wide / kLine);
-  const int64_t fetchers = std::min<int64_t>(groups, wide == kPanel ? kFetchers : lines);
-  const float* next = b + int64_t{groups == 1 ? std::min(depth, kAhead) : depth} * kPanel;
+  const int64_t fetchers = groups == 1 ? 0 : std::min<int64_t>(groups, wide == kPanel ? kFetchers : lines);
+  const float* next = b + int64_t{depth} * kPanel;
   for (int64_t group = 0; group < groups; ++group) {
     const int64_t first = m * group / groups, end = m * (group + 1) / groups;
     const int rows = static_cast<int>(end - first);
