@@ -14,6 +14,7 @@ TOOL_CALL_PARSERS = ("auto", "hermes", "llama3_json", "none")
 METRICS_COMPAT = ("none", "vllm")
 MAX_HEADER_BYTES = 16 * 1024
 MAX_JSON_DEPTH = 64
+MAX_JSON_CONTAINERS = 2**17  # objects and arrays of one body
 MIN_API_KEY_CHARS = 8
 
 

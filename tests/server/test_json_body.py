@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from jaxserve.server.config import MAX_JSON_DEPTH
+from jaxserve.server.config import MAX_JSON_CONTAINERS, MAX_JSON_DEPTH
 from jaxserve.server.errors import ApiError
 from jaxserve.server.json_body import parse_object
 from tests.server.conftest import serving
@@ -68,6 +68,32 @@ def test_an_object_is_what_it_says(value):
 def test_brackets_in_strings_are_not_nesting():
     assert parse_object(b'{"a":"' + b"[" * 1000 + b'"}')
     assert parse_object(nested(MAX_JSON_DEPTH))
+
+
+def test_a_string_that_never_ends_is_looked_at_once():
+    """Looked at again from each of its quotes, this would take hours."""
+    for end in (b"", b"\\", b'"', b"\\\\"):
+        body = b"{" * 65 + b'"a":"' + b'\\"' * 1_000_000 + end
+        with pytest.raises(ApiError, match="deep"):
+            parse_object(body)
+        with pytest.raises(ApiError, match="valid JSON"):
+            parse_object(b'{"a":[' + b"[]," * 64 + b'"' + b'\\"' * 1_000_000 + end)
+
+
+def test_where_a_long_string_ends_is_known():
+    text = '\\\\"[\\"' * 100_000
+    body = json.dumps({"a": text, "b": [[1]] * 70}).encode()
+    assert parse_object(body) == {"a": text, "b": [[1]] * 70}
+
+
+def test_objects_and_arrays_are_counted():
+    most = b"[" + b",".join([b"{}"] * (MAX_JSON_CONTAINERS - 2)) + b"]"
+    assert len(parse_object(b'{"a":' + most + b"}")["a"]) == MAX_JSON_CONTAINERS - 2
+    with pytest.raises(
+        ApiError, match=f"at most {MAX_JSON_CONTAINERS} objects and arrays"
+    ) as caught:
+        parse_object(b'{"a":[' + most + b"]}")
+    assert caught.value.code == "json_too_large"
 
 
 def test_a_pair_of_surrogates_is_one_character():
