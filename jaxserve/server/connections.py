@@ -33,46 +33,82 @@ class Connection(HttpToolsProtocol):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._in_headers = True
-        self._num_header_bytes = 0
+        self._has_progress = False
+        self._num_loose_bytes = (
+            0  # since the last part of a body, or the end of headers or a message
+        )
         self._headers_timer: asyncio.TimerHandle | None = None
+        self._num_responses = 0
+        self._unread: tuple[int, int] | None = None  # responses and unread bytes at the last look
+        self._unread_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._wait_for_headers()
+        self._look_at_unread()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return  # it was refused; what it still sends is not looked at
+        self._has_progress = False
         super().data_received(data)
-        if self._in_headers and not self.transport.is_closing():
-            self._num_header_bytes += len(data)
-            if self._num_header_bytes > MAX_HEADER_BYTES:
-                self._refuse(
-                    431,
-                    f"URL and headers must have at most {MAX_HEADER_BYTES} bytes",
-                    "headers_too_large",
-                )
+        # Headers that have no end yet, and what else is no part of a body: trailers, the rest of a chunk's
+        # first line, empty lines.
+        self._num_loose_bytes = 0 if self._has_progress else self._num_loose_bytes + len(data)
+        if self._num_loose_bytes > MAX_HEADER_BYTES:
+            self._refuse(
+                431,
+                f"URL and headers must have at most {MAX_HEADER_BYTES} bytes",
+                "headers_too_large",
+            )
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._in_headers, self._num_header_bytes = True, 0
+        self._in_headers = True
         self._wait_for_headers()
         self.scope.setdefault("state", {})["connection"] = self
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_headers:  # else a trailer, which comes when the headers were looked at already
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
-        self._in_headers = False
+        self._in_headers, self._has_progress = False, True
         self._stop_waiting()
         super().on_headers_complete()
 
+    def on_body(self, body: bytes) -> None:
+        self._has_progress = True
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._has_progress = True
+        super().on_message_complete()
+
     def on_response_complete(self) -> None:
+        self._num_responses += 1
         super().on_response_complete()
-        if self.transport.is_closing() and self.transport.get_write_buffer_size():
-            # Closed once its last bytes are read, which a client may put off for ever.
-            self.loop.call_later(self.limits.send_timeout_s, self.transport.abort)
+
+    def _look_at_unread(self) -> None:
+        """Ends the connection if its client has read nothing between two looks of what is left of the last
+        response: neither a connection that is kept alive nor one that is closed may wait for that for
+        ever. While a response is being sent, `slow_readers` holds the limit.
+        """
+        self._unread_timer = self.loop.call_later(self.limits.send_timeout_s, self._look_at_unread)
+        before, self._unread = self._unread, None
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or self.transport.is_closing():
+            self._unread = (self._num_responses, self.transport.get_write_buffer_size())
+        if before is None or self._unread is None or before[0] != self._unread[0]:
+            return
+        if self._unread[1] and self._unread[1] >= before[1]:
+            self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
         """Called where the bytes are no HTTP."""

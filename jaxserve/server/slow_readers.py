@@ -1,7 +1,10 @@
 """Clients that do not read their reply: dropped after a time, so that they hold nothing for ever.
 
 A middleware. While a client is slow, the parts of its reply that the engine makes are merged into one
-(`EngineClient.generate`), and what waits for the network is bounded by the transport's own buffer.
+(`EngineClient.generate`). A long part is sent piece by piece, so that a request, and what it holds, lasts
+until nearly all of its reply was taken.
+
+Invariant: what waits for the network is bounded by the transport's own buffer and one piece.
 """
 
 import asyncio
@@ -11,6 +14,8 @@ from typing import Protocol
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve.server.request_ids import request_id_of
+
+_PIECE_BYTES = 64 * 1024
 
 logger = logging.getLogger("jaxserve.server")
 
@@ -47,6 +52,14 @@ class SlowReaders:
 
         connection: Client | None = scope.get("state", {}).get("connection")
 
+        async def piecewise_send(message: Message) -> None:
+            body, start = message.get("body", b""), 0
+            while len(body) - start > _PIECE_BYTES:
+                piece = body[start : start + _PIECE_BYTES]
+                await bounded_send({**message, "body": piece, "more_body": True})
+                start += _PIECE_BYTES
+            await bounded_send({**message, "body": body[start:]} if start else message)
+
         async def bounded_send(message: Message) -> None:
             if connection is not None and connection.takes_bytes:
                 await send(message)  # at once, as almost always: a timer would be for nothing
@@ -64,4 +77,4 @@ class SlowReaders:
                 )
                 raise ClientGoneError from None
 
-        await self._app(scope, receive, bounded_send)
+        await self._app(scope, receive, piecewise_send)

@@ -1,13 +1,17 @@
 """Over real sockets: what is no HTTP, what is too large, what is too slow to send or to read."""
 
+import asyncio
 import json
 import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import uvicorn
 
-from jaxserve.server.config import MAX_HEADER_BYTES
+from jaxserve.server.config import MAX_HEADER_BYTES, ServerConfig
+from jaxserve.server.connections import connection_class
 from tests.server.processes import PATIENCE_S, ServerProcess
 
 SCRIPT = "one two three four five six seven eight nine ten"
@@ -232,3 +236,136 @@ def test_a_client_that_leaves_in_the_middle_is_aborted(server):
             sock.sendall(post("/v1/completions", body.replace(b"true}", b"false}")))
             server.wait_until(lambda: http.get("/load").json()["server_load"] == 1)
         server.wait_until(lambda: http.get("/load").json()["server_load"] == 0)
+
+
+def most_memory_kb(server: ServerProcess) -> int:
+    text = Path(f"/proc/{server.pid}/status").read_text()
+    return int(text.partition("VmHWM:")[2].split()[0])
+
+
+def is_open(server: ServerProcess, sock: socket.socket) -> bool:
+    """Whether the server has the other end of this connection open."""
+    ports = [f":{port:04X}" for port in (server.port, sock.getsockname()[1])]
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
+    return any(
+        line[1].endswith(ports[0]) and line[2].endswith(ports[1]) and line[3] == "01"
+        for line in lines
+    )
+
+
+def flood_until_closed(sock: socket.socket, data: bytes) -> None:
+    try:
+        for _ in range(200):
+            sock.sendall(data)
+    except OSError:
+        return
+    raise AssertionError("it is still listened to")
+
+
+CHUNKED = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
+CHUNKED += b"Content-Type: application/json\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"a: b\r\n", b"a" * 64, b"a: " + b"b" * 1000],
+    ids=["many trailers", "a name without end", "a value without end"],
+)
+def test_trailers_without_end_are_not_kept(server, line):
+    before = most_memory_kb(server)
+    flood = line * (2**20 // len(line))
+    with connect(server) as sock:
+        sock.sendall(CHUNKED + b"2\r\n{}\r\n0\r\n" + line)
+        flood_until_closed(sock, flood)
+    assert most_memory_kb(server) < before + 20_000
+
+
+def test_the_first_line_of_a_chunk_ends(server):
+    with connect(server) as sock:
+        sock.sendall(CHUNKED + b"2;")
+        flood_until_closed(sock, b"a" * 2**20)
+
+
+def test_headers_behind_a_large_body_are_not_taken_for_large_ones(server):
+    """Both come in one piece, and what is whole by then does not count."""
+    body = b'{"prompt":"' + b"a" * 90_000 + b'"}'
+    with connect(server) as sock:
+        sock.sendall(post("/tokenize", body) + b"GET /health HTTP/1.1\r\nHost: x\r\n")
+        time.sleep(0.1)
+        sock.sendall(b"Connection: close\r\n\r\n")
+        answer = read_all(sock)
+    assert answer.count(b"HTTP/1.1 200 OK") == 2
+
+
+@pytest.mark.parametrize("end", ["Connection: close", "Connection: keep-alive"])
+def test_a_reply_that_nobody_reads_is_not_kept(server, end):
+    body = json.dumps({"prompt": "a " * 45_000, "return_token_strs": True}).encode()
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(("127.0.0.1", server.port))
+        sock.sendall(post("/tokenize", body, end, "X-Request-Id: unread"))
+        time.sleep(0.5)
+        assert is_open(server, sock)
+        server.wait_until(lambda: not is_open(server, sock))
+
+
+class FakeTransport:
+    """Of a client that has left `num_unread` bytes of a reply."""
+
+    def __init__(self, num_unread: list[int]) -> None:
+        self._num_unread = num_unread
+        self.is_aborted = self.is_closed = False
+
+    def get_write_buffer_size(self) -> int:
+        return self._num_unread.pop(0) if len(self._num_unread) > 1 else self._num_unread[0]
+
+    def is_closing(self) -> bool:
+        return self.is_closed
+
+    def get_extra_info(self, name: str) -> None:
+        return None
+
+    def write(self, data: bytes) -> None:
+        pass
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+    def pause_reading(self) -> None:
+        pass
+
+    resume_reading = pause_reading
+
+
+async def answer(scope, receive, send):
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"x" * 5000})
+
+
+@pytest.mark.parametrize("end", ["close", "keep-alive"])
+@pytest.mark.parametrize(
+    ("num_unread", "is_aborted"),
+    [([5000], True), ([5000, 4000, 3000, 2000, 1000, 0], False), ([0], False), ([9, 8, 8], True)],
+)
+def test_what_is_left_of_a_reply_is_read_or_its_connection_ends(end, num_unread, is_aborted):
+    """Also where it fits into the buffer, so that its request has ended long ago."""
+
+    async def check():
+        config = ServerConfig(model="x", send_timeout_s=0.03, body_timeout_s=60)
+        protocol = connection_class(config)(
+            config=uvicorn.Config(answer, log_config=None, lifespan="off"),
+            server_state=uvicorn.server.ServerState(),
+            app_state={},
+        )
+        transport = FakeTransport(num_unread)
+        protocol.connection_made(transport)
+        head = f"GET /health HTTP/1.1\r\nHost: x\r\nConnection: {end}\r\n\r\n"
+        protocol.data_received(head.encode())
+        await asyncio.sleep(0.3)
+        assert transport.is_aborted == is_aborted
+        protocol.connection_lost(None)
+
+    asyncio.run(check())
