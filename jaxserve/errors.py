@@ -4,6 +4,8 @@ Raised by every layer, caught by the faces (`llm`, `cli`, `server`), which turn 
 code or an error object.
 """
 
+from collections.abc import Iterable
+
 MAX_SHOWN_LENGTH = 100  # characters of a value in a message
 
 
@@ -13,8 +15,33 @@ def shown(value: object) -> str:
         return (
             f"an integer of {value.bit_length()} bits"  # Python itself refuses to print the longest
         )
-    text = repr(value)
+    text = _beginning(value, MAX_SHOWN_LENGTH + 1)
     return text if len(text) <= MAX_SHOWN_LENGTH else f"{text[:MAX_SHOWN_LENGTH]}..."
+
+
+def _beginning(value: object, room: int) -> str:
+    """The repr of a value, or at least its first `room` characters: a value may be megabytes."""
+    if isinstance(value, str | bytes):
+        return repr(value[:room])
+    if isinstance(value, int) and value.bit_length() > 256:
+        return shown(value)
+    if type(value) is dict:
+        pairs = ((_beginning(k, room), value[k]) for k in value)
+        return _joined("{", ((f"{k}: ", v) for k, v in pairs), "}", room)
+    if type(value) is list or (type(value) is tuple and len(value) > 1):
+        opening, closing = "[]" if type(value) is list else "()"
+        return _joined(opening, (("", v) for v in value), closing, room)
+    return repr(value)
+
+
+def _joined(opening: str, items: Iterable[tuple[str, object]], closing: str, room: int) -> str:
+    text, separator = opening, ""
+    for before, value in items:
+        if len(text) > room:
+            return text
+        text += separator + before + _beginning(value, room)
+        separator = ", "
+    return text + closing
 
 
 class JaxserveError(Exception):

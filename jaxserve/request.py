@@ -14,6 +14,8 @@ from jaxserve.field_checks import is_int, plain, require
 from jaxserve.field_names import checks_names
 from jaxserve.sampling_params import BeamParams, SamplingParams
 
+MAX_CACHE_SALT_LENGTH = 1024  # characters: it is kept as long as anything that was cached under it
+
 
 def as_token_ids(prompt: object) -> tuple[int, ...]:
     """A prompt as plain ids, copied.
@@ -26,6 +28,8 @@ def as_token_ids(prompt: object) -> tuple[int, ...]:
             f"prompt must be a list of token ids, got {shown(prompt)}", param="prompt"
         )
     ids = tuple(prompt)
+    if ids and set(map(type, ids)) == {int}:  # as almost always, and quick for many
+        return ids
     for i in ids:
         if isinstance(i, bool) or not isinstance(i, Integral):
             raise InvalidRequestError(
@@ -138,7 +142,9 @@ class Request:
             ok = all(isinstance(part, str) and len(part) > 0 for part in salt)
             require(ok, "cache_salt", salt, f"a CacheSalt whose kind and value are each {text}")
         elif salt is not None:
-            require(isinstance(salt, str) and len(salt) > 0, "cache_salt", salt, text)
+            text = f"a text of 1 to {MAX_CACHE_SALT_LENGTH} characters"
+            fits = isinstance(salt, str) and 0 < len(salt) <= MAX_CACHE_SALT_LENGTH
+            require(fits, "cache_salt", salt, text)
             object.__setattr__(self, "cache_salt", CacheSalt("request", str(salt)))
 
     def _check_beam(self, beam: object) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxserve.errors import shown
+from jaxserve.errors import InvalidRequestError, shown
 from jaxserve.field_checks import (
     checked_list,
     checked_token_ids,
@@ -38,6 +38,7 @@ MAX_LOGIT_BIAS = 1024  # entries
 MAX_BAD_WORDS = 3072  # lists of ids; a text stands for up to three
 MAX_BAD_WORD_TOKENS = 2048
 MAX_BAD_WORD_LENGTH = 256  # characters
+MAX_BAD_WORDS_IDS = 2**17  # of all of them; a text stands for three lists
 MAX_ALLOWED_TOKEN_IDS = 2**20
 MAX_BEAM_WIDTH = 32
 MAX_LENGTH_PENALTY = 10.0
@@ -176,6 +177,8 @@ class SamplingParams:
     def _check_draws(self) -> None:
         require_real("temperature", self.temperature)
         require(self.temperature >= 0, "temperature", self.temperature, ">= 0")
+        if self.temperature > 2**53:  # not every integer is a number that can be computed with
+            object.__setattr__(self, "temperature", float(self.temperature))
         in_range = is_int(self.top_k) and -1 <= self.top_k < 2**31
         require(in_range, "top_k", self.top_k, "an integer in [-1, 2**31)")
         require_real_within("top_p", self.top_p, 0, 1)
@@ -226,7 +229,15 @@ class SamplingParams:
         num_lists = sum(3 if isinstance(word, str) else 1 for word in words)
         limit = f"{MAX_BAD_WORDS} lists of token ids or fewer, where a text counts as three"
         require(num_lists <= MAX_BAD_WORDS, "bad_words", words, limit)
-        object.__setattr__(self, "bad_words", tuple(_checked_bad_word(word) for word in words))
+        words = tuple(_checked_bad_word(word) for word in words)
+        size = sum(map(_num_ids_of, words))
+        limit = (
+            f"lists of {MAX_BAD_WORDS_IDS} token ids or fewer in all, where a text counts as three lists "
+            "of an id for each byte, and one more"
+        )
+        if size > MAX_BAD_WORDS_IDS:
+            raise InvalidRequestError(f"bad_words must be {limit}, got {size}", param="bad_words")
+        object.__setattr__(self, "bad_words", words)
         if self.allowed_token_ids is not None:
             name = "allowed_token_ids"
             ids = checked_token_ids(name, self.allowed_token_ids, most=MAX_ALLOWED_TOKEN_IDS)
@@ -307,6 +318,11 @@ def _checked_bad_word(word: object) -> str | tuple[int, ...]:
     ids = checked_token_ids("bad_words", word, most=MAX_BAD_WORD_TOKENS, what=what)
     require(len(ids) > 0, "bad_words", word, f"{what}, none of them empty")
     return ids
+
+
+def _num_ids_of(word: str | tuple[int, ...]) -> int:
+    """As many ids as a bad word may stand for, as a rule: a token of a text has at least a byte."""
+    return 3 * (len(word.encode("utf-8", "replace")) + 1) if isinstance(word, str) else len(word)
 
 
 @checks_names

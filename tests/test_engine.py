@@ -151,6 +151,7 @@ def test_abort_returns_the_pages_at_once(num_steps):
         ("priority", True),
         ("cache_salt", ""),
         ("cache_salt", b"x"),
+        ("cache_salt", "x" * 1025),  # each is kept beside what was cached under it
         ("cache_salt", CacheSalt("request", "")),
         ("cache_salt", CacheSalt("", "x")),
         ("cache_salt", CacheSalt([], "x")),  # no cache could be asked for its pages
@@ -170,7 +171,7 @@ def test_a_bad_salt_is_shown_as_it_was_given():
     for value in ("", 7):
         with pytest.raises(InvalidRequestError) as caught:
             Request(id="a", prompt_token_ids=PROMPT, cache_salt=value)  # type: ignore[arg-type]
-        wanted = "cache_salt must be a text of at least one character"
+        wanted = "cache_salt must be a text of 1 to 1024 characters"
         assert caught.value.message == f"{wanted}, got {value!r}"
 
 
@@ -178,6 +179,32 @@ def test_values_in_messages_are_cut():
     assert shown("x" * 1000) == "'" + "x" * 99 + "..."
     assert shown(-(10**5000)) == "an integer of 16610 bits"
     assert shown(1.5) == "1.5"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [], (), {}, [1], (1,), (1, 2), {"a": [1, "b", {"c": None}]}, "x'y", b"ab", True, [[1] * 3] * 50,
+        {"k" * 300: 1}, [["x" * 90], {"y": 1.5}], {1: 2, "b": (3,)},
+    ],
+)  # fmt: skip
+def test_a_shown_value_is_the_beginning_of_its_repr(value):
+    text = repr(value)
+    assert shown(value) == (text if len(text) <= 100 else text[:100] + "...")
+
+
+def test_no_more_of_a_value_is_read_than_is_shown():
+    num_read = 0
+
+    class Probe:
+        def __repr__(self):
+            nonlocal num_read
+            num_read += 1
+            return "7"
+
+    assert shown([[Probe()] * 1000] * 1000).startswith("[[7, 7, 7")
+    assert shown({i: Probe() for i in range(1000)}).startswith("{0: 7, 1: 7")
+    assert num_read < 100
 
 
 @pytest.mark.parametrize(

@@ -169,6 +169,16 @@ def test_a_huge_list_is_refused_without_reading_it(name, most):
     assert refused(**{name: range(10**12)}).endswith(f"{most} elements or fewer, got 1000000000000")
 
 
+def test_bad_words_are_bounded_in_all():
+    """Each of their ids is looked at in every step."""
+    word = [5] * 2048
+    assert len(SamplingParams(bad_words=[word] * 64).bad_words) == 64
+    assert refused(bad_words=[word] * 64 + [[5]]).startswith(
+        "bad_words must be lists of 131072 token"
+    )
+    assert refused(bad_words=["a" * 256] * 171).endswith("got 131841")
+
+
 def test_a_bias_for_too_many_tokens_is_refused():
     most = dict.fromkeys(range(MAX_LOGIT_BIAS), 1.0)
     assert len(SamplingParams(logit_bias=most).bias_pairs) == MAX_LOGIT_BIAS

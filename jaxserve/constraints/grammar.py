@@ -39,7 +39,9 @@ _JSON_OPTIONS: Any = {  # JsonCompileOptions, which the package defines for type
     "coerce_one_of": False,
     "lenient": False,
 }
-_LITERALS = re.compile(r'"(?:[^"\\\n]|\\.)*"|/(?:[^/\\\n]|\\.)*/')
+# One without an end (which the compiler refuses) reaches to the end of its line, so that no character is
+# looked at again from each quote before it.
+_LITERALS = re.compile(r'"(?:[^"\\\n]|\\.)*+"?|/(?:[^/\\\n]|\\.)*+/?')
 _TEMPERATURE = re.compile(r"\[[^\[\]]*\btemperature\s*=")  # of a rule; llguidance reads past it
 _LITERAL_OR_JSON = re.compile(_LITERALS.pattern + r"|(?P<json>%json\s*)")
 _ANY_OBJECT = '{"type":"object"}'

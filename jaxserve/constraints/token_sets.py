@@ -19,6 +19,9 @@ class AllowedTokens:
 
     def __init__(self, token_ids: Sequence[int]):
         self._token_ids = token_ids
+        self._mask: np.ndarray | None = (
+            None  # u32[W], made once: there may be as many ids as tokens
+        )
 
     def needs_mask(self, num_output_tokens: int) -> bool:
         del num_output_tokens
@@ -26,7 +29,10 @@ class AllowedTokens:
 
     def fill(self, output_token_ids: Sequence[int], mask: np.ndarray) -> None:
         del output_token_ids
-        allow_only(mask, self._token_ids)
+        if self._mask is None or len(self._mask) != len(mask):
+            self._mask = np.full(len(mask), 0xFFFFFFFF, np.uint32)
+            allow_only(self._mask, self._token_ids)
+        mask &= self._mask
 
 
 class MinTokens:

@@ -5,7 +5,7 @@ from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
 from jaxserve.errors import InvalidRequestError, shown
-from jaxserve.field_checks import require_within
+from jaxserve.field_checks import are_token_ids, require_within
 from jaxserve.request import Request
 from jaxserve.sampling_params import SamplingParams
 
@@ -72,6 +72,9 @@ class Limits:
                 self._check_ids("bad_words", word)
 
     def _check_ids(self, name: str, token_ids: Iterable[int]) -> None:
+        token_ids = tuple(token_ids)
+        if are_token_ids(token_ids, self.vocab_size):
+            return
         for i in token_ids:
             if not 0 <= i < self.vocab_size:
                 raise InvalidRequestError(

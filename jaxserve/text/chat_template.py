@@ -222,11 +222,11 @@ def check_messages(messages: object) -> list[dict[str, Any]]:
 
 def _check_message(message: object, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        _refuse(f"{where} must be an object with role and content, got {message!r:.200}")
+        _refuse(f"{where} must be an object with role and content, got {shown(message)}")
     plain = {key: value for key, value in _plain(message, where).items() if value is not None}
     role = plain.get("role")
     if not isinstance(role, str):
-        _refuse(f"{where}.role must be a string, got {role!r:.200}")
+        _refuse(f"{where}.role must be a string, got {shown(role)}")
     if plain.get("tool_calls") == []:
         del plain["tool_calls"]
     for i, call in enumerate(_list(plain.get("tool_calls"))):
@@ -235,7 +235,7 @@ def _check_message(message: object, where: str) -> dict[str, Any]:
     if isinstance(content, list):
         content = "".join(_check_part(p, f"{where}.content[{i}]") for i, p in enumerate(content))
     if not isinstance(content, str):
-        _refuse(f"{where}.content must be a string or a list of text parts, got {content!r:.200}")
+        _refuse(f"{where}.content must be a string or a list of text parts, got {shown(content)}")
     return {**plain, "content": content}
 
 
@@ -262,9 +262,9 @@ def _read_arguments(call: object, where: str) -> None:
 
 def _check_part(part: object, where: str) -> str:
     if not isinstance(part, dict) or part.get("type") != "text":
-        _refuse(f'{where} must be {{"type": "text", "text": ...}}, got {part!r:.200}')
+        _refuse(f'{where} must be {{"type": "text", "text": ...}}, got {shown(part)}')
     if not isinstance(part.get("text"), str):
-        _refuse(f"{where}.text must be a string, got {part.get('text')!r:.200}")
+        _refuse(f"{where}.text must be a string, got {shown(part.get('text'))}")
     return part["text"]
 
 
@@ -289,18 +289,18 @@ def check_tools(tools: object) -> list[dict[str, Any]] | None:
 def _check_tool(tool: object, where: str) -> dict[str, Any]:
     if not isinstance(tool, Mapping) or tool.get("type") != "function":
         _refuse(
-            f'{where} must be {{"type": "function", "function": ...}}, got {tool!r:.200}', "tools"
+            f'{where} must be {{"type": "function", "function": ...}}, got {shown(tool)}', "tools"
         )
     plain = _plain(tool, where, param="tools")
     function = plain.get("function")
     if not isinstance(function, dict):
-        _refuse(f"{where}.function must be an object, got {function!r:.200}", "tools")
+        _refuse(f"{where}.function must be an object, got {shown(function)}", "tools")
     for name, kind, what in _FUNCTION_FIELDS:
         value = function.get(name)
         if value is None and name != "name":
             function.pop(name, None)
         elif not isinstance(value, kind) or (name == "name" and not value):
-            _refuse(f"{where}.function.{name} must be {what}, got {value!r:.200}", "tools")
+            _refuse(f"{where}.function.{name} must be {what}, got {shown(value)}", "tools")
     return plain
 
 
@@ -312,7 +312,7 @@ def _plain(value: Any, where: str, depth: int = 0, param: str = "messages") -> A
         return value
     if isinstance(value, Mapping):
         if not all(type(key) is str for key in value):
-            _refuse(f"{where} must have strings as keys, got {list(value)!r:.200}", param)
+            _refuse(f"{where} must have strings as keys, got {shown(list(value))}", param)
         return {key: _plain(item, where, depth + 1, param) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item, where, depth + 1, param) for item in value]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.constraints.constraint import ids_mask, num_words
-from jaxserve.constraints.grammar import GrammarCompiler, GrammarConstraint
+from jaxserve.constraints.grammar import _LITERALS, GrammarCompiler, GrammarConstraint
 from jaxserve.errors import ConstraintError, InvalidRequestError
 from jaxserve.structured_outputs import StructuredOutputs
 from tests.constraints.walks import allowed_ids, walk
@@ -320,6 +320,15 @@ def test_a_grammar_that_takes_too_long_is_refused():
     with pytest.raises(InvalidRequestError, match="longer than 1 s of CPU time") as caught:
         quick.constraint(StructuredOutputs(json=patterns(30)))
     assert caught.value.param == "structured_outputs.json"
+
+
+@pytest.mark.parametrize("quote", ['"', "/"])
+def test_a_literal_without_an_end_is_looked_at_once(quote):
+    """From each quote in it anew, 64 KB would take many seconds, in which no step could run."""
+    text = quote + ("\\" + quote) * 1000
+    assert [found.span() for found in _LITERALS.finditer(text)] == [(0, len(text))]
+    with pytest.raises(InvalidRequestError, match=r"structured_outputs\.grammar cannot be served"):
+        COMPILER.constraint(StructuredOutputs(grammar=f"start: {text}"))
 
 
 def test_grammars_are_kept_by_last_use(monkeypatch):

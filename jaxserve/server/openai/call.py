@@ -15,7 +15,7 @@ from jaxserve import __version__
 from jaxserve.async_engine.protocol import ServedModel
 from jaxserve.errors import InvalidRequestError, NonFiniteError, RequestError
 from jaxserve.field_checks import require
-from jaxserve.request import CacheSalt, Request, RequestOutput
+from jaxserve.request import MAX_CACHE_SALT_LENGTH, CacheSalt, Request, RequestOutput
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.openai.fields import UnknownFields, check_type
 from jaxserve.server.openai.usage import UsageCounter
@@ -206,7 +206,9 @@ def common_fields(fields: Mapping[str, Any], served: Served, prefix: str) -> dic
         prefix: of the reply's id.
     """
     salt = fields.get("cache_salt")
-    require(salt != "", "cache_salt", salt, "a text of at least one character")
+    if salt is not None:
+        limit = f"a text of 1 to {MAX_CACHE_SALT_LENGTH} characters"
+        require(0 < len(salt) <= MAX_CACHE_SALT_LENGTH, "cache_salt", salt, limit)
     return {
         "id": f"{prefix}-{secrets.token_hex(16)}",
         "created": int(time.time()),

@@ -69,6 +69,8 @@ def count_sequences(body: Mapping[str, Any]) -> int:
     n, prompt = body.get("n"), body.get("prompt")
     has_several = isinstance(prompt, list) and any(isinstance(p, str | list) for p in prompt[:1])
     num_prompts = len(prompt) if has_several else 1  # type: ignore[arg-type]
+    if isinstance(n, float) and n.is_integer():  # 3.0 is 3 to JSON, and read as 3
+        n = int(n)
     is_count = type(n) is int and 1 <= n <= MAX_CHOICES
     return num_prompts * (n if is_count else 1)  # type: ignore[operator]
 

@@ -14,10 +14,12 @@ from typing import Any, Literal
 from jaxserve import sampling_params as limits
 from jaxserve.errors import InvalidRequestError, shown
 from jaxserve.field_checks import is_int, is_real, require
+from jaxserve.request import MAX_CACHE_SALT_LENGTH
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.openai.response_format import TYPES
 
-MAX_UNKNOWN_NAMES = 1000  # remembered; the names behind them are not said
+MAX_UNKNOWN_NAMES = 200  # remembered; the names behind them are not said
+MAX_NAME_LENGTH = 64  # characters of one that is remembered
 Use = Literal["sampling", "own", "ignored", "refused"]
 
 logger = logging.getLogger("jaxserve.server")
@@ -184,7 +186,11 @@ COMMON_FIELDS = (
         doc='{"type": "text" | "json_object" | "json_schema", "json_schema": {"name", "schema"}}.',
     ),
     Field(name="priority", schema=_integer(-(2**31), 2**31 - 1), doc="Smaller is sooner."),
-    Field(name="cache_salt", schema=_TEXT, doc="Share cached prompts only where this is equal."),
+    Field(
+        name="cache_salt",
+        schema=_TEXT | {"maxLength": MAX_CACHE_SALT_LENGTH},
+        doc="Share cached prompts only where this is equal.",
+    ),
     Field(name="return_token_ids", schema=BOOLEAN, doc="Give the ids of prompt and output too."),
     Field(
         name="return_tokens_as_token_ids",
@@ -211,10 +217,14 @@ class UnknownFields:
 
     def warn(self, name: str, known: Mapping[str, Field]) -> None:
         """Writes one line for a name that is new."""
+        name = name[
+            :MAX_NAME_LENGTH
+        ]  # of long ones the beginning counts: it is remembered for ever
         if name in self._said or len(self._said) >= MAX_UNKNOWN_NAMES:
             return
         self._said.add(name)
-        close = difflib.get_close_matches(name[:100], known, n=1)
+        is_long = len(name) == MAX_NAME_LENGTH
+        close = [] if is_long else difflib.get_close_matches(name, known, n=1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
         logger.warning("unknown field %s is ignored%s; said once", shown(name), hint)
 

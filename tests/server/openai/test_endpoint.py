@@ -230,6 +230,8 @@ def test_every_choice_counts_at_the_door():
     assert count_sequences({"prompt": ["a", "b"], "n": 4}) == 8
     assert count_sequences({"prompt": [[1], [2]], "n": "x"}) == 2
     assert count_sequences({"messages": [], "n": None}) == 1
+    assert count_sequences({"prompt": ["a", "b"], "n": 4.0}) == 8  # as it is read
+    assert count_sequences({"prompt": "a", "n": 1e300}) == 1  # refused later
 
     async def check(http, client):
         reply = await http.post(COMPLETIONS, json={"prompt": ["a"] * 7, "n": 2})

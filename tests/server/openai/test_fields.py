@@ -88,3 +88,12 @@ def test_every_field_of_sampling_params_is_in_the_table_or_read_by_an_endpoint()
     assert {field.name for field in SAMPLING_FIELDS} | own == set(
         SamplingParams.__dataclass_fields__
     )
+
+
+def test_names_without_meaning_are_not_kept_whole(caplog):
+    unknown = UnknownFields()
+    with caplog.at_level(logging.WARNING, "jaxserve.server"):
+        for number in range(3):
+            unknown.warn("x" * 1_000_000 + str(number), KNOWN)
+    assert len(caplog.records) == 1
+    assert sum(map(len, unknown._said)) < 100
