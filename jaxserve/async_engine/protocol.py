@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from jaxserve.async_engine.report import EngineReport
+from jaxserve.groups.limits import Limits
 from jaxserve.request import Request, RequestOutput
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.stats import EngineStats
@@ -41,6 +42,15 @@ class ServedModel:
     eos_token_ids: tuple[int, ...]
     default_sampling_params: SamplingParams
     tokenizer: Tokenizer | None
+
+    @property
+    def limits(self) -> Limits:
+        """What a request may hold: what the engine refuses can be refused before it is sent."""
+        return Limits(
+            vocab_size=self.vocab_size,
+            max_model_len=self.max_model_len,
+            num_slots=self.num_slots,
+        )
 
 
 class EngineClient(Protocol):

@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from jaxserve import __version__
 from jaxserve.async_engine.protocol import ServedModel
@@ -19,6 +19,10 @@ from jaxserve.request import MAX_CACHE_SALT_LENGTH, CacheSalt, Request, RequestO
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.openai.fields import UnknownFields, check_type
 from jaxserve.server.openai.usage import UsageCounter
+
+MAX_TOLD = (
+    2**22
+)  # tokens that a reply tells of its prompts, the likeliest ones in each place included
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +182,43 @@ class Call:
             for number, prompt in enumerate(prompts)
         ]
 
+    def prepare(self, cache_salt: CacheSalt | str | None) -> "PreparedCall":
+        """All that is needed to carry it out; takes time, and runs in a thread.
+
+        What the engine would refuse is refused here, before it is sent: its time is everybody's.
+
+        Args:
+            cache_salt: as in `requests`.
+
+        Raises:
+            InvalidRequestError: a prompt or a field is at fault.
+        """
+        prompts = self.encode()
+        requests = self.requests(prompts, cache_salt)
+        for request, prompt in zip(requests, prompts, strict=True):
+            self.served.model.limits.output_budget(request, prompt)
+        self._check_told(sum(map(len, prompts)))
+        return PreparedCall(prompts, requests, self.reply(prompts))
+
+    def _check_told(self, num_prompt_tokens: int) -> None:
+        """Bounds how often a reply tells of its prompts: each choice may, with the likeliest tokens."""
+        params = self.params
+        num_told = num_prompt_tokens * params.n * self.tells_of_prompt
+        if params.prompt_logprobs is not None:
+            num_told = num_prompt_tokens * params.n * (params.prompt_logprobs + 1)
+        if num_told > MAX_TOLD:
+            raise InvalidRequestError(
+                "what choices tell of their prompts (echo, prompt_logprobs, return_token_ids) must be at "
+                f"most {MAX_TOLD} tokens in all, likeliest ones included, got {num_told}: ask for fewer "
+                "choices, prompts or logprobs",
+                param="n",
+            )
+
+    @property
+    def tells_of_prompt(self) -> bool:
+        """Whether each choice tells its prompt's tokens or text."""
+        return self.return_token_ids
+
     def head(self, kind: str) -> dict[str, Any]:
         """The fields that begin every object of the reply.
 
@@ -195,6 +236,20 @@ class Call:
     def usage_counter(self) -> UsageCounter:
         """A fresh count of its tokens."""
         return UsageCounter(shows_cached=self.served.shows_cached_tokens)
+
+
+class PreparedCall(NamedTuple):
+    """A call that can be carried out.
+
+    Args:
+        prompts: of `Call.encode`.
+        requests: what to ask of the engine, a request a prompt.
+        reply: makes the answer.
+    """
+
+    prompts: list[list[int]]
+    requests: list[Request]
+    reply: Reply
 
 
 def common_fields(fields: Mapping[str, Any], served: Served, prefix: str) -> dict[str, Any]:

@@ -87,6 +87,10 @@ class CompletionCall(Call):
     def num_prompts(self) -> int:
         return len(self.prompts)
 
+    @property
+    def tells_of_prompt(self) -> bool:
+        return self.echo or self.return_token_ids
+
     def encode(self) -> list[list[int]]:
         return [self._encoded(number, one) for number, one in enumerate(self.prompts)]
 

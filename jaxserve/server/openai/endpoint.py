@@ -37,9 +37,12 @@ _STREAM_HEADERS = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # a proxy in front passes events on as they come
 )
-# Fields that can be large and costly to check: bodies with them are understood in a thread.
-_COSTLY_FIELDS = ("tools", "response_format", "structured_outputs")
-_COSTLY_BYTES = 64 * 1024
+# Fields that can be costly to check: bodies with them are understood in a thread, and so are those with a
+# list or an object of so many elements.
+_COSTLY_FIELDS = ("tools", "response_format", "structured_outputs", "bad_words")
+_LONG = 1000
+_COSTLY_TOKENS = 2000  # of a reply: more are made JSON in a thread, tool calls are read one by one
+_MOST_PARTS = 256  # of a prompt's output before they are joined
 
 logger = logging.getLogger("jaxserve.server")
 
@@ -91,7 +94,8 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = HttpRequest(scope, receive)
-        body = await self._state.body(request)
+        # Held by nobody else: a field that means nothing here may be megabytes, and the reply take long.
+        body = [await self._state.body(request)]
         work = asyncio.ensure_future(self._answer(request, body, send))
         left = asyncio.ensure_future(_until_left(receive))
         try:
@@ -105,30 +109,33 @@ class Endpoint:
             raise ClientGoneError
         work.result()
 
-    async def _answer(self, request: HttpRequest, body: Mapping[str, Any], send: Send) -> None:
+    async def _answer(
+        self, request: HttpRequest, holder: list[dict[str, object]], send: Send
+    ) -> None:
         state = self._state
-        place = state.admit(request, num_sequences=count_sequences(body))
-        is_costly = any(body.get(name) is not None for name in _COSTLY_FIELDS)
-        if is_costly or int(request.headers.get("content-length", 0)) > _COSTLY_BYTES:
-            call = await state.encoder.run(self._parse, body, self.served)
-        else:
-            call = self._parse(body, self.served)
-        prompts = await state.encoder.run(call.encode)
-        place.count_tokens(sum(map(len, prompts)))
+        place = state.admit(request, num_sequences=count_sequences(holder[0]))
+        call = await self._understood(holder.pop())
         salt = state.cache_salt(request, call.cache_salt)
-        requests = call.requests(prompts, salt)
-        reply = call.reply(prompts)
+        prompts, requests, reply = await state.encoder.run(call.prepare, salt)
+        place.count_tokens(sum(map(len, prompts)))
         parts = merged([state.generate(request, one, place) for one in requests])
         async with contextlib.aclosing(parts):
             if call.streaming.stream:
                 await _stream(request, self._chunks_of(call, reply), reply.end, parts, send)
                 return
-            outputs = await _whole(parts, len(requests))
-            if call.params.wants_logprobs or call.params.prompt_logprobs is not None:
-                data = await state.encoder.run(_body_of, reply, outputs)
+            released, num_tokens = await _whole(parts, len(requests))
+            wants_logprobs = call.params.wants_logprobs or call.params.prompt_logprobs is not None
+            if wants_logprobs or num_tokens > _COSTLY_TOKENS:
+                data = await state.encoder.run(_body_of, reply, released)
             else:
-                data = _body_of(reply, outputs)
+                data = _body_of(reply, released)
             await _send_body(data, send)
+
+    async def _understood(self, body: Mapping[str, Any]) -> Call:
+        is_costly = any(body.get(name) is not None for name in _COSTLY_FIELDS)
+        if is_costly or any(_is_long(value) for value in body.values()) or len(body) > _LONG:
+            return await self._state.encoder.run(self._parse, body, self.served)
+        return self._parse(body, self.served)
 
     def _chunks_of(self, call: Call, reply: Reply) -> Chunks:
         """What makes events; in a thread those that list a prompt's tokens, which may be many."""
@@ -156,21 +163,32 @@ async def _until_left(receive: Receive) -> None:
         pass
 
 
+def _is_long(value: object) -> bool:
+    return isinstance(value, list | dict) and len(value) > _LONG
+
+
 async def _whole(
     parts: AsyncGenerator[tuple[int, RequestOutput]], num_prompts: int
-) -> Sequence[RequestOutput]:
-    """The whole output of each prompt."""
+) -> tuple[Sequence[list[RequestOutput]], int]:
+    """The output of each prompt, in several parts, and how many tokens they have in all."""
     released: list[list[RequestOutput]] = [[] for _ in range(num_prompts)]
+    most = [_MOST_PARTS] * num_prompts
+    num_tokens = 0
     async for prompt, output in parts:
         failure = failure_of(output)
         if failure is not None:
             raise failure
-        released[prompt].append(output)
-    return [merge_outputs(outputs) for outputs in released]
+        num_tokens += sum(len(one.token_ids) for one in output.outputs)
+        own = released[prompt]
+        own.append(output)
+        if len(own) > most[prompt]:  # a part a token takes many times the memory of what it holds
+            own[:] = [merge_outputs(own)]
+            most[prompt] = min(2 * most[prompt], 16 * _MOST_PARTS)
+    return released, num_tokens
 
 
-def _body_of(reply: Reply, outputs: Sequence[RequestOutput]) -> bytes:
-    return sse.encode(reply.body(outputs))
+def _body_of(reply: Reply, released: Sequence[Sequence[RequestOutput]]) -> bytes:
+    return sse.encode(reply.body([merge_outputs(parts) for parts in released]))
 
 
 async def _send_body(data: bytes, send: Send) -> None:

@@ -1,10 +1,14 @@
 """C14, C15, C41: the life of one body, from admission to the last byte."""
 
 import asyncio
+import gc
+import threading
 
 import pytest
 
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.server.openai import call as calls
+from jaxserve.server.openai import endpoint
 from jaxserve.server.openai.endpoint import count_sequences
 from tests.server.conftest import serving
 from tests.server.fake_client import FakeEngineClient
@@ -269,3 +273,93 @@ def test_a_reader_that_takes_nothing_is_dropped():
         await _until_idle(client)
 
     _run(check, settings={"send_timeout_s": 0.05}, num_pages=1024)
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"prompt": [5] * 600}, "prompt"),
+        ({"prompt": [5] * 200_000}, "prompt"),
+        ({"prompt": [5, 10_000]}, "prompt"),
+        ({"prompt": ["a", "b " * 600]}, "prompt"),
+        ({"allowed_token_ids": [1, 10_000]}, "allowed_token_ids"),
+        ({"bad_words": [[10_000]]}, "bad_words"),
+        ({"logit_bias": {"10000": 1}}, "logit_bias"),
+        ({"stop_token_ids": [10_000]}, "stop_token_ids"),
+    ],
+)
+def test_what_the_engine_would_refuse_is_not_sent_to_it(more, param):
+    """Its time, to read a list of a million ids, is everybody's."""
+
+    async def check(http, client):
+        reply = await http.post(COMPLETIONS, json=BODIES[COMPLETIONS] | more)
+        assert reply.status_code == 400
+        assert error_of(reply)["param"] == param
+        assert not client.requests
+
+    _run(check)
+
+
+@pytest.mark.parametrize(
+    ("more", "num_told"),
+    [
+        ({"echo": True}, 80),
+        ({"echo": True, "logprobs": 2}, 240),
+        ({"prompt_logprobs": 3}, 320),
+        ({"return_token_ids": True, "stream": True}, 80),
+        ({"logprobs": 3}, 0),
+    ],
+)
+def test_what_choices_tell_of_their_prompts_is_bounded(more, num_told, monkeypatch):
+    """A small body could ask for a reply of gigabytes: each choice repeats its prompt."""
+    body = {"prompt": [[5] * 10, [6] * 10], "n": 4, "max_tokens": 1} | more
+
+    async def check(http, client):
+        monkeypatch.setattr(calls, "MAX_TOLD", max(num_told, 1))
+        assert (await http.post(COMPLETIONS, json=body)).status_code == 200
+        monkeypatch.setattr(calls, "MAX_TOLD", max(num_told - 1, 0))
+        reply = await http.post(COMPLETIONS, json=body)
+        if num_told:
+            assert reply.status_code == 400
+            assert f"at most {num_told - 1} tokens in all" in error_of(reply)["message"]
+        else:
+            assert reply.status_code == 200
+
+    _run(check)
+
+
+@BOTH
+def test_a_body_is_not_kept_while_its_reply_is_made(url):
+    async def check(http, client):
+        client.running.clear()
+        call = Call(http, url, BODIES[url] | {"mark-of-a-body": [[1]]})
+        while not client.requests:
+            await asyncio.sleep(0)
+        held = [one for one in gc.get_objects() if type(one) is dict and "mark-of-a-body" in one]
+        assert held == []
+        client.running.set()
+        await call.task
+
+    _run(check)
+
+
+@BOTH
+def test_a_long_reply_is_made_beside_the_event_loop(url, monkeypatch):
+    names = []
+    made = endpoint._body_of
+
+    def watched(*arguments):
+        names.append(threading.current_thread().name)
+        return made(*arguments)
+
+    async def check(http, client):
+        monkeypatch.setattr(endpoint, "_body_of", watched)
+        monkeypatch.setattr(endpoint, "_COSTLY_TOKENS", 20)
+        monkeypatch.setattr(endpoint, "_MOST_PARTS", 4)
+        whole = (await http.post(url, json=BODIES[url] | {"max_tokens": 20})).json()
+        assert names == [threading.current_thread().name]
+        longer = (await http.post(url, json=BODIES[url] | {"max_tokens": 21})).json()
+        assert names[-1].startswith("encoder")
+        assert longer["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"] + 1 == 21
+
+    _run(check)
