@@ -30,6 +30,8 @@ from jaxserve.server.json_body import read_object
 from jaxserve.server.measures import Metrics
 from jaxserve.text.tokenizer import Tokenizer
 
+MAX_SIDE_WAITING = 64  # requests for tokens or text alone, each with its body
+
 logger = logging.getLogger("jaxserve.server")
 
 
@@ -45,6 +47,7 @@ class ServerState:
         self.config = config
         self.client = client
         self.encoder = Encoder(config.num_encoder_threads)
+        self.side_encoder = Encoder(1, max_waiting=MAX_SIDE_WAITING, name="side-encoder")
         self.metrics = Metrics()
         self.created = int(time.time())
         self.is_draining = False
@@ -264,6 +267,7 @@ class ServerState:
         with contextlib.suppress(EngineDeadError):
             await self.client.shutdown(timeout_s=timeout_s)
         self.encoder.shutdown()
+        self.side_encoder.shutdown()
 
 
 def _was_aborted(output: RequestOutput) -> bool:

@@ -2,7 +2,7 @@
 see them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from starlette.requests import Request
@@ -11,7 +11,7 @@ from starlette.routing import Route
 
 from jaxserve.errors import InvalidRequestError, shown
 from jaxserve.field_checks import checked_token_ids
-from jaxserve.server.openai import chat
+from jaxserve.server.openai import chat, sse
 from jaxserve.server.openai.endpoint import what_is_served
 from jaxserve.server.openai.fields import (
     BOOLEAN,
@@ -25,6 +25,7 @@ from jaxserve.server.openai.fields import (
 from jaxserve.server.openai.logprobs import TokenNames
 from jaxserve.server.state import ServerState
 
+MAX_DETOKENIZED = 2**17  # tokens, or as many as the context: each may be a text of many characters
 #: What is taken from a chat body, and read as /v1/chat/completions reads it.
 _CHAT_NAMES = (
     "model",
@@ -63,11 +64,11 @@ def routes(state: ServerState) -> list[Route]:
 
     async def tokenize(request: Request) -> Response:
         body = await state.body(request)
-        return JSONResponse(await state.encoder.run(tokenized, state, body, unknown))
+        return _reply(await state.side_encoder.run(_encoded, tokenized, state, body, unknown))
 
     async def detokenize(request: Request) -> Response:
         body = await state.body(request)
-        return JSONResponse(await state.encoder.run(detokenized, state, body, unknown))
+        return _reply(await state.side_encoder.run(_encoded, detokenized, state, body, unknown))
 
     async def tokenizer_info(_: Request) -> Response:
         return JSONResponse(told_of_tokenizer(state))
@@ -77,6 +78,20 @@ def routes(state: ServerState) -> list[Route]:
         Route("/detokenize", detokenize, methods=["POST"]),
         Route("/tokenizer_info", tokenizer_info, methods=["GET"]),
     ]
+
+
+def _encoded(
+    answer: Callable[[ServerState, Mapping[str, Any], UnknownFields], dict[str, Any]],
+    state: ServerState,
+    body: Mapping[str, Any],
+    unknown: UnknownFields,
+) -> bytes:
+    """In a thread: a reply may have millions of tokens."""
+    return sse.encode(answer(state, body, unknown))
+
+
+def _reply(data: bytes) -> Response:
+    return Response(data, media_type="application/json")
 
 
 def told_of_tokenizer(state: ServerState) -> dict[str, Any]:
@@ -150,7 +165,8 @@ def detokenized(
     state.check_model(fields.get("model"))
     if "tokens" not in fields:
         raise InvalidRequestError("tokens are needed", param="tokens")
-    ids = checked_token_ids("tokens", fields["tokens"], most=state.config.max_body_bytes)
+    most = max(MAX_DETOKENIZED, state.model.max_model_len)
+    ids = checked_token_ids("tokens", fields["tokens"], most=most)
     largest = max(ids, default=0)
     if largest >= state.model.vocab_size:
         raise InvalidRequestError(

@@ -1,9 +1,14 @@
 """/tokenize and /detokenize: the ids that a completion would get, and their text."""
 
 import asyncio
+import threading
 
 import pytest
 
+from jaxserve.server.encoder import Encoder
+from jaxserve.server.errors import ApiError
+from jaxserve.server.state import MAX_SIDE_WAITING
+from jaxserve.server.tokenize import MAX_DETOKENIZED
 from jaxserve.text.tokenizer import Tokenizer
 from tests.llms import TINY
 from tests.server.conftest import serving
@@ -68,6 +73,52 @@ def test_what_is_told_of_the_tokenizer():
     ]
     assert told["chat_template"] == TOKENIZER.chat_template
     assert told["vocab_size"] == TOKENIZER.vocab_size
+
+
+def test_tokens_for_a_text_are_bounded():
+    """Two bytes of a body may stand for a text of a hundred."""
+    assert ask("/detokenize", {"tokens": [5] * MAX_DETOKENIZED})[0] == 200
+    status, reply = ask("/detokenize", {"tokens": [5] * (MAX_DETOKENIZED + 1)})
+    assert (status, reply["error"]["param"]) == (400, "tokens")
+
+
+@pytest.mark.parametrize("url", ["/tokenize", "/detokenize"])
+def test_who_wants_tokens_alone_waits_for_a_thread_of_his_own(url):
+    body = {"prompt": "hi"} if url == "/tokenize" else {"tokens": [5]}
+
+    async def check():
+        async with serving() as http:
+            side, opened = http.state.side_encoder, threading.Event()
+            waiting = asyncio.gather(*(side.run(opened.wait) for _ in range(MAX_SIDE_WAITING + 1)))
+            await asyncio.sleep(0)
+            generated = await http.post("/v1/completions", json={"prompt": "hi", "max_tokens": 1})
+            assert generated.status_code == 200
+            refused = await http.post(url, json=body)
+            assert refused.status_code == 429
+            assert int(refused.headers["retry-after"]) >= 1
+            opened.set()
+            await waiting
+            assert (await http.post(url, json=body)).status_code == 200
+
+    asyncio.run(check())
+
+
+def test_who_left_is_counted_until_his_turn_is_over():
+    async def check():
+        encoder, opened = Encoder(1, max_waiting=1), threading.Event()
+        first = asyncio.ensure_future(encoder.run(opened.wait))
+        await asyncio.sleep(0)
+        first.cancel()
+        second = asyncio.ensure_future(encoder.run(int))
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError):  # the thread is still at what the first one wanted
+            await encoder.run(int)
+        opened.set()
+        assert await second == 0
+        assert await encoder.run(int) == 0
+        encoder.shutdown()
+
+    asyncio.run(check())
 
 
 @pytest.mark.parametrize(
