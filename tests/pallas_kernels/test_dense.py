@@ -141,7 +141,9 @@ def random(*shape: int) -> np.ndarray:
 @pytest.mark.parametrize("num_rows", [1, 7, 500])
 @pytest.mark.parametrize(("size", "columns"), [(576, 576), (1536, 97), (37, 5), (5, 130)])
 @pytest.mark.parametrize(
-    "given", [{"norm"}, {"bias"}, {"residual"}, {"norm", "bias", "residual"}], ids="+".join
+    "given",
+    [{"norm"}, {"bias"}, {"residual"}, {"norm", "bias", "residual"}],
+    ids=lambda names: "+".join(sorted(names)),
 )
 def test_norm_bias_and_residual(num_rows, size, columns, given):
     x, weight = operands(num_rows, size, columns)
