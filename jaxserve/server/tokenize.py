@@ -25,6 +25,8 @@ from jaxserve.server.openai.fields import (
 from jaxserve.server.openai.logprobs import TokenNames
 from jaxserve.server.state import ServerState
 
+#: Characters, or eight times the context: while it is encoded, each takes a hundred bytes and more.
+MAX_TOKENIZED = 2**20
 MAX_DETOKENIZED = 2**17  # tokens, or as many as the context: each may be a text of many characters
 #: What is taken from a chat body, and read as /v1/chat/completions reads it.
 _CHAT_NAMES = (
@@ -125,6 +127,12 @@ def tokenized(
             "exactly one of prompt and messages must be given", param="prompt"
         )
     if "prompt" in fields:
+        most = max(MAX_TOKENIZED, 8 * state.model.max_model_len)
+        if len(fields["prompt"]) > most:
+            raise InvalidRequestError(
+                f"prompt must have {most} characters or fewer, got {len(fields['prompt'])}",
+                param="prompt",
+            )
         adds_specials = fields.get("add_special_tokens", True)
         ids = state.tokenizer.encode(fields["prompt"], adds_specials)
     else:

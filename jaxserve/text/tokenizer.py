@@ -44,6 +44,10 @@ _CLEAN_UPS = (
 # Each of the ten steps looks at most three characters ahead, so no id changes text further back
 # than this.
 _MAX_CLEAN_UP_REACH = 32
+# Characters, or ids. The functions for several texts give the interpreter's lock away while they work;
+# those for one are quicker to call, and hold it.
+_LONG = 1000
+_MAX_COMPOSED = 4  # characters that NFC makes one of, with some to spare
 
 
 class TokenizerTexts(NamedTuple):
@@ -83,6 +87,7 @@ class Tokenizer:
             if token.special
         )
         self._byte_ids = _byte_fallback_ids(self._tokenizer)
+        self._most_chars = _most_chars_of_a_token(self._tokenizer)
         self._token_bytes = TokenBytes(self._tokenizer, self._tokenizer_text)
         # Destructive for BPE, so transformers 5 ignores the setting there; so do we.
         self._cleans_up = bool(
@@ -198,7 +203,12 @@ class Tokenizer:
         return self._template.tool_source is not None
 
     def encode(
-        self, text: str, add_special_tokens: bool = True, *, param: str = "prompt"
+        self,
+        text: str,
+        add_special_tokens: bool = True,
+        *,
+        param: str = "prompt",
+        most: int | None = None,
     ) -> list[int]:
         """Token ids of a text.
 
@@ -206,17 +216,24 @@ class Tokenizer:
             text: any text; special tokens written in it become their ids, as in transformers.
             add_special_tokens: let the post-processor add its own (a BOS, usually).
             param: the request's field that the text comes from.
+            most: tokens that can be used. A text that surely has more is refused without encoding it;
+                others are the caller's to check.
 
         Raises:
-            InvalidRequestError: not a string, or not valid Unicode (a lone surrogate).
+            InvalidRequestError: not a string, or not valid Unicode (a lone surrogate); too long.
         """
-        return self._encode(text, add_special_tokens=add_special_tokens, param=param)
+        return self._encode(text, add_special_tokens=add_special_tokens, param=param, most=most)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; ids outside the vocabulary give none, bytes that are no character give
         U+FFFD.
         """
-        text = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        if len(ids) > _LONG:
+            (text,) = self._tokenizer.decode_batch(
+                [list(ids)], skip_special_tokens=skip_special_tokens
+            )
+        else:
+            text = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
         if self._cleans_up:
             for old, new in _CLEAN_UPS:
                 text = text.replace(old, new)
@@ -258,8 +275,10 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
+        most: int | None = None,
     ) -> list[int]:
         """Token ids of a rendered conversation. A template writes its own BOS, so none is added.
+        `most` is as in `encode`.
 
         Raises:
             InvalidRequestError: the messages or the tools are malformed or the template refused them;
@@ -272,7 +291,7 @@ class Tokenizer:
             continue_final_message=continue_final_message,
             variables=variables,
         )
-        return self._encode(text, add_special_tokens=False, param="messages")
+        return self._encode(text, add_special_tokens=False, param="messages", most=most)
 
     def detokenizer(self, *, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
         """A fresh incremental decoder; its joined text is `decode(ids, skip_special_tokens)`."""
@@ -292,12 +311,27 @@ class Tokenizer:
     def _tokenizer_text(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
-    def _encode(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
+    def _encode(
+        self, text: str, *, add_special_tokens: bool, param: str, most: int | None
+    ) -> list[int]:
         if not isinstance(text, str):
             raise InvalidRequestError(
                 f"{param} must be a string, got {type(text).__name__}", param=param
             )
+        longest = self._most_chars
+        if most is not None and longest is not None and len(text) > most * longest:
+            raise InvalidRequestError(
+                f"{param} has {len(text)} characters, but the context holds {most} tokens (max_model_len), "
+                f"of {longest} characters at most",
+                param=param,
+                code="context_length_exceeded",
+            )
         utf8(param, text)
+        if len(text) > _LONG:
+            (found,) = self._tokenizer.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
+            return found.ids
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def _token_id(self, name: str) -> int | None:
@@ -346,3 +380,18 @@ def _byte_fallback_ids(tokenizer: tokenizers.Tokenizer) -> frozenset[int]:
     names = [f"<0x{byte:{spec}}>" for byte in range(256) for spec in ("02X", "02x")]
     ids = (tokenizer.token_to_id(name) for name in names)
     return frozenset(token_id for token_id in ids if token_id is not None)
+
+
+def _most_chars_of_a_token(tokenizer: tokenizers.Tokenizer) -> int | None:
+    """How many characters of a text one token stands for at most; None where nothing is known of it."""
+    parts = json.loads(tokenizer.to_str())
+    model, normalizer = parts["model"], parts.get("normalizer")
+    has_unknown = any(model.get(name) is not None for name in ("unk_token", "unk_id"))
+    if has_unknown and not model.get("byte_fallback"):
+        return None  # one unknown token may stand for a run of characters
+    steps = [] if normalizer is None else normalizer.get("normalizers", [normalizer])
+    kinds = {step["type"] for step in steps}
+    if not kinds <= {"NFC", "Prepend", "Replace"}:
+        return None
+    longest = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1)
+    return longest * _MAX_COMPOSED if "NFC" in kinds else longest

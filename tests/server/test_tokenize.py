@@ -8,7 +8,7 @@ import pytest
 from jaxserve.server.encoder import Encoder
 from jaxserve.server.errors import ApiError
 from jaxserve.server.state import MAX_SIDE_WAITING
-from jaxserve.server.tokenize import MAX_DETOKENIZED
+from jaxserve.server.tokenize import MAX_DETOKENIZED, MAX_TOKENIZED
 from jaxserve.text.tokenizer import Tokenizer
 from tests.llms import TINY
 from tests.server.conftest import serving
@@ -73,6 +73,15 @@ def test_what_is_told_of_the_tokenizer():
     ]
     assert told["chat_template"] == TOKENIZER.chat_template
     assert told["vocab_size"] == TOKENIZER.vocab_size
+
+
+def test_a_text_for_tokens_is_bounded():
+    text = "a b " * (MAX_TOKENIZED // 4)
+    status, reply = ask("/tokenize", {"prompt": text, "return_token_strs": True})
+    assert status == 200
+    assert reply["count"] == len(reply["tokens"]) == len(reply["token_strs"])
+    status, reply = ask("/tokenize", {"prompt": text + "a"})
+    assert (status, reply["error"]["param"]) == (400, "prompt")
 
 
 def test_tokens_for_a_text_are_bounded():

@@ -1,6 +1,8 @@
 """The tokenizer against transformers over the same files, and what bad files and texts get."""
 
 import json
+import threading
+import time
 
 import pytest
 import tokenizers
@@ -9,6 +11,7 @@ from tokenizers import AddedToken
 
 from jaxserve.errors import CheckpointError, InvalidRequestError
 from jaxserve.text.tokenizer import Tokenizer
+from tests.llms import TINY
 from tests.text import tokenizers_for_tests as make
 
 TEXTS = [
@@ -172,3 +175,52 @@ def test_added_token_flags_are_kept():
     source.add_special_tokens([AddedToken("<|strip|>", special=True, rstrip=True)])
     tokenizer = make.wrap(source, eos_token="<|strip|>")
     assert tokenizer.encode("<|strip|>   a") == [*tokenizer.eos_token_ids, *tokenizer.encode("a")]
+
+
+def test_long_texts_are_encoded_and_decoded_as_short_ones():
+    parts = ["héllo ", " 日本\n", "🙂", "<|im_end|>", "a  b", "\u0301"]
+    long = "".join(parts[i * 7 % 11 % len(parts)] for i in range(2000))
+    for tokenizer in (Tokenizer.from_directory(TINY), make.wrap(make.sentencepiece_like())):
+        ids = tokenizer._tokenizer.encode(long).ids
+        assert tokenizer.encode(long) == ids
+        for skips in (False, True):
+            text = tokenizer._tokenizer.decode(ids, skip_special_tokens=skips)
+            assert tokenizer.decode(ids, skips) == text
+
+
+def test_other_threads_run_while_a_long_text_is_encoded():
+    tokenizer = Tokenizer.from_directory(TINY)
+    text, num_turns, is_done = "hello world " * 30_000, 0, False
+
+    def work():
+        nonlocal is_done
+        tokenizer.encode(text)
+        is_done = True
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    while not is_done:
+        time.sleep(0.001)
+        num_turns += 1
+    thread.join()
+    assert num_turns > 20
+
+
+def test_a_text_that_surely_has_too_many_tokens_is_not_encoded():
+    tokenizer = Tokenizer.from_directory(TINY)
+    longest = max(len(tokenizer.decode([i], False)) for i in range(tokenizer.vocab_size))
+    assert longest <= tokenizer._most_chars
+    assert len(tokenizer.encode("a" * 10 * tokenizer._most_chars, most=10)) > 10
+    with pytest.raises(InvalidRequestError, match="characters, but the context holds 10") as caught:
+        tokenizer.encode("a" * (10 * tokenizer._most_chars + 1), most=10)
+    assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(InvalidRequestError) as caught:
+        tokenizer.encode_chat([{"role": "user", "content": "a" * 10_000}], most=10)
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize("made", [make.word_piece, make.unigram_metaspace])
+def test_a_token_that_stands_for_any_text_has_no_bound(made):
+    text = "日" * 1000
+    tokenizer = make.wrap(made())
+    assert tokenizer.encode(text, most=2) == tokenizer.encode(text)

@@ -176,6 +176,7 @@ class ChatCall(Call):
             tools=self.tools.tools_for_template,
             continue_final_message=self.continue_final_message,
             variables=self.template_values,
+            most=self.served.model.max_model_len,
         )
         return [ids]
 

@@ -102,7 +102,8 @@ class CompletionCall(Call):
                 raise InvalidRequestError(
                     "this checkpoint has no tokenizer: give prompt as token ids", param="prompt"
                 )
-            prompt = tokenizer.encode(prompt)
+            most = self.served.model.max_model_len
+            prompt = tokenizer.encode(prompt, most=most)
         require(len(prompt) > 0, where, prompt, "of at least one token")
         return prompt
 
