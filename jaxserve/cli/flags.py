@@ -106,7 +106,7 @@ def define_engine(flag_values: flags.FlagValues) -> None:
     define_integer(
         "seed",
         default.seed,
-        "Draws of a line without a seed follow from this and the line's index.",
+        "Draws of a line (of a server: a request) without a seed follow from this and its index.",
         **group,
     )
     define_compilation_cache(flag_values, _ENGINE_GROUP)

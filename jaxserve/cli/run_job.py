@@ -45,6 +45,9 @@ class RunJob:
         given = values.flag_values_dict()
         if not given["model"]:
             raise UsageError("--model is needed: a checkpoint directory, a .gguf file, or a name")
+        for name in ("input", "output"):
+            if given[name] == "":
+                raise UsageError(f"--{name}=: must name a file, or be -")
         nothing_to_run = not prompts and given["input"] is None
         if bool(prompts) == (given["input"] is not None) and not (
             nothing_to_run and given["explain_sampling"]
@@ -82,6 +85,8 @@ class RunJob:
             raise UsageError(
                 "--chat is for prompts and --input_format=text; JSON lines have messages"
             )
+        if self.given.get("tools") and self.is_text and not self.is_chat:
+            raise UsageError("--tools is for chats: give --chat, or lines with messages")
         if self.resume and self.overwrite:
             raise UsageError("--resume and --overwrite exclude each other")
         if self.resume and self.output_file is None:

@@ -9,7 +9,12 @@ from typing import Any
 
 from absl import flags
 
-from jaxserve.cli.flag_types import define_auto_integer, define_float, define_integers
+from jaxserve.cli.flag_types import (
+    define_auto_integer,
+    define_float,
+    define_integer,
+    define_integers,
+)
 from jaxserve.config import ADMISSION, EVICTION, PREEMPTION_MODES, CacheConfig, SchedulerConfig
 
 _SCHEDULING_GROUP = "scheduling and prefix cache"
@@ -68,7 +73,7 @@ def _define_steps(default: SchedulerConfig, group: Mapping[str, Any]) -> None:
         "outputs are the same.",
         **group,
     )
-    flags.DEFINE_integer(
+    define_integer(
         "num_decode_steps",
         default.num_decode_steps,
         "When every request decodes and none waits, compute so many tokens of each before the host "

@@ -72,8 +72,7 @@ def serve_flags() -> flags.FlagValues:
     flags.DEFINE_multi_string(
         "served_model_name",
         [],
-        "Name of the model in requests and replies; may be repeated, replies carry the first. None = the "
-        "last part of --model.",
+        "Name of the model in requests and replies, which carry the first; unset = the last part of --model",
         **group,
     )
     flags.DEFINE_string(
@@ -107,19 +106,19 @@ def _define_limits(group: Mapping[str, Any]) -> None:
     define_integer(
         "max_queue_tokens",
         None,
-        "Prompt tokens that may wait for their first output token; what is beyond gets a 429. None = any.",
+        "Prompt tokens that may wait for their first output token; what is beyond gets a 429. Unset = any.",
         **group,
     )
     define_float(
         "request_timeout_s",
         None,
-        "A request that takes longer ends with a 504. None = any.",
+        "A request that takes longer ends with a 504. Unset = any.",
         **group,
     )
     define_float(
         "queue_timeout_s",
         None,
-        "A request without its first token after so long ends with a 504. None = any.",
+        "A request without its first token after so long ends with a 504. Unset = any.",
         **group,
     )
     define_float(
@@ -173,7 +172,7 @@ def _define_api(group: Mapping[str, Any]) -> None:
     flags.DEFINE_multi_string(
         "cors_allow_origin",
         [],
-        "An origin whose pages may call this server from a browser, or *; may be repeated. None by default.",
+        "An origin whose pages may call this server from a browser, or *; unset = none",
         **group,
     )
     flags.DEFINE_boolean("dashboard", _DEFAULT.dashboard, "Serve the page at /.", **group)
@@ -200,7 +199,7 @@ def read_api_keys(path: str) -> list[bytes]:
         UsageError: it cannot be read, holds no key, or a key that is too short to be one.
     """
     try:
-        lines = Path(path).read_text("utf-8").splitlines()
+        lines = Path(path).expanduser().read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
         raise UsageError(f"--api_key_file={path}: {reason}") from None
@@ -228,16 +227,20 @@ def server_settings(given: Mapping[str, Any]) -> dict[str, Any]:
         "shutdown_timeout_s": given["shutdown_timeout"],
         "cors_allow_origins": given["cors_allow_origin"],
     }
-    if given["api_key_file"]:
+    # What is given and empty (an unset variable of a shell, say) is no way to serve without keys.
+    for name in ("api_key_file", "chat_template"):
+        if given[name] == "":
+            raise UsageError(f"--{name}=: must name a file")
+    if given["api_key_file"] is not None:
         settings["api_key_digests"] = read_api_keys(given["api_key_file"])
-    if given["chat_template"]:
+    if given["chat_template"] is not None:
         settings["chat_template"] = _read_template(given["chat_template"])
     return settings
 
 
 def _read_template(path: str) -> str:
     try:
-        return Path(path).read_text("utf-8")
+        return Path(path).expanduser().read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
         raise UsageError(f"--chat_template={path}: {reason}") from None

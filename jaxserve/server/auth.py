@@ -41,7 +41,7 @@ class Auth:
                 kind = 'Basic realm="jaxserve"' if scope["path"] in FILES else "Bearer"
                 raise ApiError(
                     401,
-                    "this server needs an API key: send it as `Authorization: Bearer KEY`",
+                    "no API key, or a wrong one: send one of this server's as `Authorization: Bearer KEY`",
                     type="invalid_request_error",
                     code="invalid_api_key",
                     headers={"WWW-Authenticate": kind},

@@ -87,6 +87,8 @@ class ServerConfig:
             object.__setattr__(self, name, tuple(getattr(self, name)))
         for name in self.served_model_names:
             _require(isinstance(name, str) and name != "", "served_model_name", name, "not empty")
+        # The system would take an empty one for all addresses.
+        _require(self.host != "", "host", self.host, "an address or a name; 0.0.0.0 = everywhere")
         _check_whole("port", self.port, 0, 65535)
         _check_whole("max_queue_requests", self.max_queue_requests, 0, 2**31 - 1)
         if self.max_queue_tokens is not None:

@@ -50,7 +50,8 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         sock = socket.create_server((host, port), family=family, backlog=2048)
     except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
+        # Python adds the address to what the system says.
+        reason = (getattr(error, "strerror", None) or str(error)).partition(" (while ")[0]
         raise ConfigError(f"cannot listen on {host} port {port}: {reason}") from None
     # Its connections inherit this: what the system holds for a client that does not read is bounded too.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)

@@ -55,6 +55,22 @@ def test_chat_wraps_prompts(run, capsys):
     assert capsys.readouterr().out == expected_text("user: hi\n", 3) + "\n"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ['--tools=[{"type": "function", "function": {"name": "f"}}]', "hi"],
+            "--tools is for chats",
+        ),
+        (["--input="], "--input=: must name a file, or be -"),
+        (["--output=", "hi"], "--output=: must name a file, or be -"),
+    ],
+)
+def test_flags_that_could_mean_nothing_are_refused(run, capsys, arguments, words):
+    assert run(*arguments) == 2
+    assert words in capsys.readouterr().err
+
+
 def test_prompts_with_an_output_do_both(run, capsys, tmp_path):
     output = tmp_path / "o.jsonl"
     assert run("--max-tokens=3", f"--output={output}", "hi", "ho") == 0

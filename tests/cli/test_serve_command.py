@@ -94,6 +94,10 @@ def test_every_flag_reaches_its_field(started, tmp_path):
         (["--model=m", "--max_num_seqs=0"], ["max_num_seqs", "0"]),
         (["--model=m", "--api_key_file=/nowhere/keys"], ["--api_key_file", "No such file"]),
         (["--model=m", "--chat_template=/nowhere/t"], ["--chat_template", "No such file"]),
+        (["--model=m", "--api_key_file="], ["--api_key_file=: must name a file"]),
+        (["--model=m", "--chat_template="], ["--chat_template=: must name a file"]),
+        (["--model=m", "--host="], ["host must be", "''"]),
+        (["--model=m", "--num_decode_steps=x"], ["--num_decode_steps=x: must be an integer"]),
         (["--model=m", "--cors_allow_origin=x.org"], ["cors_allow_origin", "x.org"]),
         (["--model=m", "--scheduling=fast"], ["scheduling", "continuous"]),
     ],
@@ -124,6 +128,17 @@ def test_a_file_without_good_keys_is_refused_and_not_repeated(text, words, tmp_p
     err = capsys.readouterr().err
     assert words in err
     assert not any(line and line in err for line in text.split("\n"))
+
+
+def test_a_home_folder_may_be_named_by_its_sign(monkeypatch, tmp_path, started):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "keys").write_text("sk-a-key-of-mine\n")
+    (tmp_path / "template").write_text("{{ messages }}")
+    files = ["--api_key_file=~/keys", "--chat_template=~/template"]
+    assert main(["serve", "--model=m", *files]) == 0
+    ((config, _),) = started
+    assert config.api_key_digests == (key_digest("sk-a-key-of-mine"),)
+    assert config.chat_template == "{{ messages }}"
 
 
 def test_keys_are_kept_as_digests(tmp_path):

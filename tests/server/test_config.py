@@ -11,6 +11,7 @@ from jaxserve.server.config import ServerConfig
 @pytest.mark.parametrize(
     ("field", "value"),
     [
+        ("host", ""),
         ("port", -1),
         ("port", 65536),
         ("port", True),

@@ -145,4 +145,5 @@ def test_a_port_that_is_taken_is_an_error_before_anything_is_loaded():
         with ServerProcess.fake(config={"port": port}) as server:
             assert server.wait_ended() == 1
             assert f"cannot listen on 127.0.0.1 port {port}: Address already in use" in server.log
+            assert "while attempting" not in server.log
             assert "loading" not in server.log

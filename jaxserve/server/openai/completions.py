@@ -96,6 +96,7 @@ class CompletionCall(Call):
 
     def _encoded(self, number: int, prompt: str | list[int]) -> list[int]:
         where = "prompt" if len(self.prompts) == 1 else f"prompt[{number}]"
+        given = prompt
         if isinstance(prompt, str):
             tokenizer = self.served.model.tokenizer
             if tokenizer is None:
@@ -104,7 +105,7 @@ class CompletionCall(Call):
                 )
             most = self.served.model.max_model_len
             prompt = tokenizer.encode(prompt, most=most)
-        require(len(prompt) > 0, where, prompt, "of at least one token")
+        require(len(prompt) > 0, where, given, "of at least one token")
         return prompt
 
     def reply(self, prompts: Sequence[Sequence[int]]) -> "CompletionReply":
