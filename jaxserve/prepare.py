@@ -21,6 +21,8 @@ from jaxserve.text.watcher import StopWatcher, TokenWatcher
 if TYPE_CHECKING:
     from jaxserve.constraints.grammar import GrammarCompiler, GrammarConstraint
 
+MAX_QUICK_BAD_WORDS = 16  # texts, each encoded three times
+
 
 class Prepared(NamedTuple):
     """The arguments of `Engine.add`."""
@@ -62,8 +64,11 @@ class Preparer:
         return Prepared(request, self._watchers(params), self._grammars(params))
 
     def is_quick(self, request: Request) -> bool:
-        """Whether `prepare` has nothing to compile for it."""
-        wanted = request.sampling_params.structured_outputs
+        """Whether `prepare` has nothing to compile for it, and no more than a few texts to encode."""
+        params = request.sampling_params
+        wanted = params.structured_outputs
+        if sum(isinstance(word, str) for word in params.bad_words) > MAX_QUICK_BAD_WORDS:
+            return False
         if self.tokenizer is None or wanted is None:
             return True
         return self._loaded_compiler().has(StructuredOutputs.from_value(wanted))

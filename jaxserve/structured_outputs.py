@@ -14,6 +14,7 @@ from jaxserve.field_checks import checked_list, require, utf8
 from jaxserve.field_names import checks_names
 
 NAME = "structured_outputs"
+TOO_COSTLY = "structured_outputs_too_costly"  # the stop_reason where going on costs too much
 MAX_SCHEMA_BYTES = 256 * 1024  # of a JSON schema, as compact UTF-8
 MAX_SCHEMA_DEPTH = 96  # objects and lists inside each other
 MAX_REGEX_BYTES = 16 * 1024

@@ -28,7 +28,7 @@ from jaxserve.constraints.constraint import BITS, allow_only, clear_ids, ids_mas
 from jaxserve.constraints.grammar_check import LIMITS, check_grammar
 from jaxserve.constraints.json_schema import checked_schema
 from jaxserve.errors import ConstraintError, InvalidRequestError, shown
-from jaxserve.structured_outputs import NAME, StructuredOutputs
+from jaxserve.structured_outputs import NAME, TOO_COSTLY, StructuredOutputs
 
 MAX_COMPILED = 64  # grammars that are kept
 TIME_LIMIT_S = 5  # of CPU time, for compiling one that is not kept yet
@@ -44,6 +44,7 @@ _JSON_OPTIONS: Any = {  # JsonCompileOptions, which the package defines for type
 _LITERALS = re.compile(r'"(?:[^"\\\n]|\\.)*+"?|/(?:[^/\\\n]|\\.)*+/?')
 _TEMPERATURE = re.compile(r"\[[^\[\]]*\btemperature\s*=")  # of a rule; llguidance reads past it
 _LITERAL_OR_JSON = re.compile(_LITERALS.pattern + r"|(?P<json>%json\s*)")
+_MAX_REASON = 1000  # characters of the compiler's words
 _ANY_OBJECT = '{"type":"object"}'
 _OVERLAP = (
     "oneOf is supported only where its options provably exclude each other (by type, or by a required "
@@ -263,6 +264,7 @@ class GrammarConstraint:
             raise ConstraintError(
                 f"{NAME}: going on costs too much: {_first_line(self._matcher.get_error())}",
                 param=NAME,
+                code=TOO_COSTLY,
             )
 
     def _go_back(self, num_tokens: int) -> None:
@@ -335,4 +337,7 @@ def _unserved(field: str, reason: str) -> InvalidRequestError:
 
 
 def _first_line(text: str) -> str:
-    return text.split("\n<", 1)[0].strip()
+    line = text.split("\n<", 1)[0].strip()
+    return (
+        line if len(line) <= _MAX_REASON else f"{line[:_MAX_REASON]}..."
+    )  # it may quote the grammar

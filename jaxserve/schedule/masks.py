@@ -40,7 +40,7 @@ def make_masks(plan: StepPlan, vocab_size: int) -> tuple[np.ndarray, list[Sequen
             try:
                 combine_masks(seq.constraints, seq.token_ids[first:end].tolist(), mask, vocab_size)
             except ConstraintError as error:
-                seq.fault = error.param
+                seq.fault = error.code or error.param
                 stuck.append(seq)
     return masks, stuck
 

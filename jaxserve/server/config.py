@@ -15,6 +15,7 @@ METRICS_COMPAT = ("none", "vllm")
 MAX_HEADER_BYTES = 16 * 1024
 MAX_JSON_DEPTH = 64
 MAX_JSON_CONTAINERS = 2**17  # objects and arrays of one body
+MAX_JSON_MEMBERS = 2**19  # of all its objects
 MIN_API_KEY_CHARS = 8
 
 

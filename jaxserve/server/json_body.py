@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 from starlette.requests import ClientDisconnect, Request
 
-from jaxserve.server.config import MAX_JSON_CONTAINERS, MAX_JSON_DEPTH
+from jaxserve.server.config import MAX_JSON_CONTAINERS, MAX_JSON_DEPTH, MAX_JSON_MEMBERS
 from jaxserve.server.errors import ApiError
 
 _SLICE_BYTES = 2**18  # looked at in one go
@@ -46,7 +46,7 @@ def parse_object(body: bytes) -> dict[str, object]:
 
     Raises:
         ApiError: 400: it is no JSON, no object, nested deeper than MAX_JSON_DEPTH, or made of more than
-            MAX_JSON_CONTAINERS objects and arrays.
+            MAX_JSON_CONTAINERS objects and arrays or MAX_JSON_MEMBERS members.
     """
     _check_nesting(body)
     try:
@@ -66,14 +66,15 @@ def parse_object(body: bytes) -> dict[str, object]:
 
 
 def _check_nesting(body: bytes) -> None:
-    """Holds the limits on how deep objects and arrays lie in each other, and how many there are: each
-    takes far more memory than the two bytes of an empty one.
+    """Holds the limits on how deep objects and arrays lie in each other, and how many there are and have
+    members: each takes far more time and memory than its bytes.
     """
-    if body.count(b"[") + body.count(b"{") <= MAX_JSON_DEPTH:
+    num_brackets = body.count(b"[") + body.count(b"{")
+    if num_brackets <= MAX_JSON_DEPTH and body.count(b":") <= MAX_JSON_MEMBERS:
         return
     # What is left of a string's quotes are those around it. JSON has no backslashes elsewhere.
     plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
-    depth = num_containers = num_quotes = 0
+    depth = num_containers = num_members = num_quotes = 0
     for start in range(0, len(plain), _SLICE_BYTES):
         chars = np.frombuffer(plain, np.uint8, min(_SLICE_BYTES, len(plain) - start), start)
         quotes = np.cumsum(chars == ord('"'), dtype=np.int32) + num_quotes
@@ -88,14 +89,15 @@ def _check_nesting(body: bytes) -> None:
                 code="json_too_deep",
             )
         num_containers += int(np.count_nonzero(opens))
+        num_members += int(np.count_nonzero((chars == ord(":")) & is_outside))
         depth, num_quotes = int(depths[-1]), int(quotes[-1]) % 2
-    if num_containers > MAX_JSON_CONTAINERS:
-        raise ApiError(
-            400,
-            f"the body's JSON must have at most {MAX_JSON_CONTAINERS} objects and arrays, got "
-            f"{num_containers}",
-            code="json_too_large",
-        )
+    for num, most, what in (
+        (num_containers, MAX_JSON_CONTAINERS, "objects and arrays"),
+        (num_members, MAX_JSON_MEMBERS, "members of objects"),
+    ):
+        if num > most:
+            message = f"the body's JSON must have at most {most} {what}, got {num}"
+            raise ApiError(400, message, code="json_too_large")
 
 
 def _reason(body: bytes, error: Exception) -> str:

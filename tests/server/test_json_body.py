@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from jaxserve.server.config import MAX_JSON_CONTAINERS, MAX_JSON_DEPTH
+from jaxserve.server.config import MAX_JSON_CONTAINERS, MAX_JSON_DEPTH, MAX_JSON_MEMBERS
 from jaxserve.server.errors import ApiError
 from jaxserve.server.json_body import parse_object
 from tests.server.conftest import serving
@@ -94,6 +94,14 @@ def test_objects_and_arrays_are_counted():
     ) as caught:
         parse_object(b'{"a":[' + most + b"]}")
     assert caught.value.code == "json_too_large"
+
+
+def test_members_are_counted():
+    members = [b'"%d":0' % number for number in range(MAX_JSON_MEMBERS)]
+    assert len(parse_object(b"{" + b",".join(members) + b"}")) == MAX_JSON_MEMBERS
+    assert parse_object(b'{"a":"' + b":" * (MAX_JSON_MEMBERS + 1) + b'"}')
+    with pytest.raises(ApiError, match=f"at most {MAX_JSON_MEMBERS} members"):
+        parse_object(b"{" + b",".join(members) + b',"a":0}')
 
 
 def test_a_pair_of_surrogates_is_one_character():

@@ -16,13 +16,14 @@ from jaxserve.async_engine.protocol import ServedModel
 from jaxserve.errors import InvalidRequestError, NonFiniteError, RequestError
 from jaxserve.field_checks import require
 from jaxserve.request import MAX_CACHE_SALT_LENGTH, CacheSalt, Request, RequestOutput
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.sampling_params import MAX_LOGPROBS, SamplingParams
 from jaxserve.server.openai.fields import UnknownFields, check_type
 from jaxserve.server.openai.usage import UsageCounter
+from jaxserve.structured_outputs import NAME, TOO_COSTLY
 
-MAX_TOLD = (
-    2**22
-)  # tokens that a reply tells of its prompts, the likeliest ones in each place included
+# Tokens that a reply tells of its prompts, the likeliest ones in each place included; or as many as one
+# prompt of the whole context has.
+MAX_TOLD = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,10 +207,11 @@ class Call:
         num_told = num_prompt_tokens * params.n * self.tells_of_prompt
         if params.prompt_logprobs is not None:
             num_told = num_prompt_tokens * params.n * (params.prompt_logprobs + 1)
-        if num_told > MAX_TOLD:
+        most = max(MAX_TOLD, self.served.model.max_model_len * (MAX_LOGPROBS + 1))
+        if num_told > most:
             raise InvalidRequestError(
                 "what choices tell of their prompts (echo, prompt_logprobs, return_token_ids) must be at "
-                f"most {MAX_TOLD} tokens in all, likeliest ones included, got {num_told}: ask for fewer "
+                f"most {most} tokens in all, likeliest ones included, got {num_told}: ask for fewer "
                 "choices, prompts or logprobs",
                 param="n",
             )
@@ -285,6 +287,12 @@ def failure_of(output: RequestOutput) -> RequestError | None:
             if what == "non_finite_logits":
                 message = "the model computed NaN or infinite values"
                 return NonFiniteError(f"choice {one.index}: {message}", code=what)
+            if what == TOO_COSTLY:
+                message = (
+                    f"choice {one.index}: {NAME} cost too much to go on with: what they describe is too "
+                    "large (fewer or smaller repetitions, options or properties help)"
+                )
+                return InvalidRequestError(message, param=NAME, code=what)
             # What was asked for leads to where nothing is allowed, or costs too much to go on with.
             message = (
                 f"choice {one.index}: nothing can follow what the model has said so far ({what})"

@@ -58,6 +58,10 @@ def test_what_is_no_answer():
     dead_end = failure_of(_output((0, "error", "structured_outputs")))
     assert isinstance(dead_end, InvalidRequestError)  # a 400: what was asked for leads there
     assert (dead_end.param, dead_end.code) == ("structured_outputs", "constraint_failed")
+    costly = failure_of(_output((0, "error", "structured_outputs_too_costly")))
+    assert isinstance(costly, InvalidRequestError)
+    assert (costly.param, costly.code) == ("structured_outputs", "structured_outputs_too_costly")
+    assert "too large" in costly.message
 
 
 def test_usage_counts_prompts_once_and_all_choices():

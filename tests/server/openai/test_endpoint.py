@@ -315,6 +315,7 @@ def test_what_choices_tell_of_their_prompts_is_bounded(more, num_told, monkeypat
     body = {"prompt": [[5] * 10, [6] * 10], "n": 4, "max_tokens": 1} | more
 
     async def check(http, client):
+        monkeypatch.setattr(calls, "MAX_LOGPROBS", -1)
         monkeypatch.setattr(calls, "MAX_TOLD", max(num_told, 1))
         assert (await http.post(COMPLETIONS, json=body)).status_code == 200
         monkeypatch.setattr(calls, "MAX_TOLD", max(num_told - 1, 0))
