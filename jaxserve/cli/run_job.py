@@ -85,6 +85,8 @@ class RunJob:
             raise UsageError(
                 "--chat is for prompts and --input_format=text; JSON lines have messages"
             )
+        if self.prompts and self.input_format in ("jsonl", "openai"):
+            raise UsageError(f"--input_format={self.input_format} is for --input, not for prompts")
         if self.given.get("tools") and self.is_text and not self.is_chat:
             raise UsageError("--tools is for chats: give --chat, or lines with messages")
         if self.resume and self.overwrite:

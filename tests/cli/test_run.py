@@ -62,6 +62,7 @@ def test_chat_wraps_prompts(run, capsys):
             ['--tools=[{"type": "function", "function": {"name": "f"}}]', "hi"],
             "--tools is for chats",
         ),
+        (["--input_format=openai", "hi"], "--input_format=openai is for --input"),
         (["--input="], "--input=: must name a file, or be -"),
         (["--output=", "hi"], "--output=: must name a file, or be -"),
     ],
