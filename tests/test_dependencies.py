@@ -3,6 +3,7 @@
 """
 
 import ast
+import functools
 import importlib.metadata
 import re
 import subprocess
@@ -30,6 +31,13 @@ def declared(module: str = "") -> set[str]:
     return {re.sub(r"[-_.]+", "-", name[0]).lower() for name in names if name}
 
 
+@functools.cache
+def holders() -> dict[str, set[str]]:
+    """Module -> the distributions that hold it, in normal form. Read once: there are many files."""
+    found = importlib.metadata.packages_distributions()
+    return {name: {re.sub(r"[-_.]+", "-", d).lower() for d in each} for name, each in found.items()}
+
+
 def undeclared(source: str, module: str = "") -> list[str]:
     """Third-party modules that a source imports and that no declared distribution holds."""
     imported: set[str] = set()
@@ -38,12 +46,9 @@ def undeclared(source: str, module: str = "") -> list[str]:
             imported |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             imported.add(node.module.partition(".")[0])
-    holders = importlib.metadata.packages_distributions()
     third_party = imported - OWN - set(sys.stdlib_module_names)
     return [
-        name
-        for name in sorted(third_party)
-        if not {re.sub(r"[-_.]+", "-", d).lower() for d in holders.get(name, [])} & declared(module)
+        name for name in sorted(third_party) if not holders().get(name, set()) & declared(module)
     ]
 
 
