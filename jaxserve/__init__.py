@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jaxserve.async_engine.thread import AsyncEngine
-    from jaxserve.build import build_engine
+    from jaxserve.build.from_params import build_engine
     from jaxserve.config import CacheConfig, EngineConfig, SchedulerConfig
     from jaxserve.engine import Engine
     from jaxserve.llm import LLM
@@ -34,7 +34,7 @@ _HOME_OF = {
     "SamplingParams": "jaxserve.sampling_params",
     "SchedulerConfig": "jaxserve.config",
     "Score": "jaxserve.score",
-    "build_engine": "jaxserve.build",
+    "build_engine": "jaxserve.build.from_params",
     "load_model": "jaxserve.weights.load_model",
 }
 __all__ = [

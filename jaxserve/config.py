@@ -1,6 +1,6 @@
 """The one tree of settings: `EngineConfig` and its branches, frozen and checked when made.
 
-Built by the faces (`LLM(**options)`, the CLI's flags) and read by `build.py`. What is found out at
+Built by the faces (`LLM(**options)`, the CLI's flags) and read by `jaxserve.build`. What is found out at
 run time (how many pages fit, which backend "auto" means) is returned by the part that finds it,
 never written back here.
 """

@@ -33,7 +33,7 @@ from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.weights.load_model import load_model
 
 if TYPE_CHECKING:
-    from jaxserve.build import StartupTimes
+    from jaxserve.build.from_loaded import StartupTimes
 
 
 class LLM:
@@ -59,11 +59,11 @@ class LLM:
         self.default_sampling_params = SamplingParams(
             **sampling_defaults(loaded.generation_config, generation_config)
         )
-        from jaxserve.build import build_engine  # half a second of imports, while weights are read
+        from jaxserve.build.from_loaded import build_loaded  # half a second, while weights are read
 
         self.engine: Engine
         self.startup: StartupTimes
-        self.engine, self.startup = build_engine(config, loaded)
+        self.engine, self.startup = build_loaded(config, loaded)
         self._tokenizer = loaded.tokenizer
         #: What the tokenizer adds to requests on their way into the engine.
         self.preparer = Preparer(

@@ -67,7 +67,7 @@ CONTROLS = [
     ("jaxserve.plan.capacity", "import jaxserve.plan.simulate", "above it"),
     ("pallas_kernels.dispatch", "from jaxserve.errors import ConfigError", "above it"),
     ("jaxserve.build", "from jaxserve.llm import LLM", "above it"),
-    ("jaxserve.engine", "from jaxserve.build import build_engine", "above it"),
+    ("jaxserve.engine", "from jaxserve.build.from_params import build_engine", "above it"),
     ("jaxserve.device.step", "from jaxserve.schedule.scheduler import Scheduler", "only batch"),
     ("jaxserve.device.step", "from jaxserve.schedule import plan", "only batch"),
     ("jaxserve.engine", "import jax", "imports jax"),

@@ -43,7 +43,7 @@ def test_weights_are_read_before_the_model_is_imported(repository):
     """`LLM` starts to read while the slow modules are still to come, and Pallas never is."""
     code = (
         "import sys, jaxserve.llm; print({'flax', 'jaxserve.device.executor'} & set(sys.modules)); "
-        "import jaxserve.build; print('jax.experimental.pallas' in sys.modules)"
+        "import jaxserve.build.from_params; print('jax.experimental.pallas' in sys.modules)"
     )
     arguments = [sys.executable, "-c", code]
     done = subprocess.run(arguments, cwd=repository, capture_output=True, text=True, check=False)

@@ -16,7 +16,7 @@ from jaxserve.stats import EngineStats
 from jaxserve.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from jaxserve.build import StartupTimes
+    from jaxserve.build.from_loaded import StartupTimes
 
 
 class EngineLike(Protocol):

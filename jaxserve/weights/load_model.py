@@ -1,4 +1,4 @@
-"""`load_model`: a name -> `LoadedModel`, all that `build_engine` needs of a checkpoint.
+"""`load_model`: a name -> `LoadedModel`, all that `build_loaded` needs of a checkpoint.
 
 Called by `LLM`, and by those who embed the engine, as `jaxserve.load_model`. It imports little beside
 jax, so that weights can be read while the modules of the device layer are still being imported.
@@ -28,11 +28,13 @@ class LoadedModel:
     Args:
         config: shapes and constants.
         params: nested dict of arrays as `model.llama` describes it, numpy or already on the device;
-            or a future of it, which `build_engine` waits for.
+            or a future of it, which `build_loaded` waits for.
         tokenizer: None serves token ids only.
         eos_token_ids: the end set: generation_config, config and tokenizer together.
         generation_config: the object of generation_config.json, {} when there is none; what
             `LLM.default_sampling_params` is made of.
+        num_token_ids: how many ids of the vocabulary are tokens, the rest padding of the head; None = as
+            many as the tokenizer has, or all.
         kv_scales: scales for an 8-bit KV cache; what is None is calibrated. Float pages read none.
         load_s: seconds it took to load.
     """
@@ -42,6 +44,7 @@ class LoadedModel:
     tokenizer: Tokenizer | None = None
     eos_token_ids: Iterable[int] = ()
     generation_config: Mapping[str, Any] = field(default_factory=dict)
+    num_token_ids: int | None = None
     kv_scales: GivenKVScales | None = None
     load_s: float = 0.0
 

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve import EngineConfig, Request, build_engine, load_model
+from jaxserve import EngineConfig, Request, load_model
+from jaxserve.build.from_loaded import build_loaded
 from jaxserve.device.compile_counter import CompileCounter
 from jaxserve.errors import ConfigError
 from jaxserve.llm import LLM
@@ -159,7 +160,7 @@ class TestGivenScales:
     def build(self, loaded, scale: float, kv_cache_dtype="fp8_e4m3", config=CONFIG):
         one = np.full(3, scale, np.float32)
         given = GivenKVScales(kv_cache_dtype=kv_cache_dtype, layers=[KVScales(one, one)] * 2)
-        return build_engine(config, dataclasses.replace(loaded, kv_scales=given))[0]
+        return build_loaded(config, dataclasses.replace(loaded, kv_scales=given))[0]
 
     def generate(self, engine) -> list[float]:
         engine.add(Request(id="a", prompt_token_ids=list(range(20)), sampling_params=greedy(4)))

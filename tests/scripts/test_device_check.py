@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.build import load_model
 from jaxserve.config import EngineConfig
 from jaxserve.model.attention import AttentionKernel
 from jaxserve.model.registry import build_model
+from jaxserve.weights.load_model import load_model
 from tests.llms import TINY, greedy, shared_llm
 
 

@@ -1,23 +1,19 @@
-"""The one place that makes parts: checkpoint -> params on the device -> executor, scheduler,
-engine.
+"""From a loaded model to its engine: params on the device -> executor, scheduler, engine.
 
-Called by `LLM` and by those who embed the engine with params of their own: make a `LoadedModel`,
-pass it to `build_engine`.
+Called by `LLM`, and by `from_params.build_engine` for those who embed the engine. Invariant: what
+`EngineConfig` leaves open is resolved here, logged once, and written nowhere else.
 """
 
 import dataclasses
 import logging
-import tempfile
 import time
-from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.compilation_cache import compilation_cache
 
+from jaxserve.build.kept_programs import count_programs, program_store, use_compilation_cache
 from jaxserve.config import EngineConfig, SchedulerConfig
 from jaxserve.device.calibration import find_kv_scales
 from jaxserve.device.calibration_text import calibration_ids
@@ -27,28 +23,22 @@ from jaxserve.device.choices import (
     layers_per_program,
     resolve_attention,
 )
-from jaxserve.device.compiled_entries import remove_damaged
 from jaxserve.device.dtypes import resolve_dtype, resolve_kv_dtype
 from jaxserve.device.executor import DeviceExecutor
 from jaxserve.device.params import put_params
-from jaxserve.device.program_identity import identity
-from jaxserve.device.program_store import ProgramStore
-from jaxserve.device.programs import Program, lower_traced
+from jaxserve.device.programs import lower_traced
 from jaxserve.device.step_shapes import StepShapes
 from jaxserve.engine import Engine
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, shown
 from jaxserve.model.kv_scales import KVScales
 from jaxserve.model.registry import Params, build_model
 from jaxserve.model_config import ModelConfig
 from jaxserve.plan.capacity import PoolSize
 from jaxserve.schedule.buckets import Buckets
 from jaxserve.schedule.build import build_scheduler
-from jaxserve.weights.load_model import LoadedModel, load_model
+from jaxserve.weights.load_model import LoadedModel
 from pallas_kernels import dispatch
-from pallas_kernels.native import load as native
 from pallas_kernels.ragged_paged_attention.layout import is_8bit
-
-__all__ = ["LoadedModel", "StartupTimes", "build_engine", "load_model"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -64,12 +54,20 @@ class StartupTimes:
     warm_s: float
 
 
-def build_engine(config: EngineConfig, loaded: LoadedModel) -> tuple[Engine, StartupTimes]:
+def build_loaded(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    *,
+    mesh: jax.sharding.Mesh | None = None,
+    own: bool = False,
+) -> tuple[Engine, StartupTimes]:
     """Puts the params on the device, compiles every program, makes the pages.
 
     Args:
         config: settings; "auto" values are resolved here and what was chosen is logged once.
         loaded: the model and its params.
+        mesh: the devices to run on; None = the default one.
+        own: numpy arrays among the params may be written to afterwards, so they are copied.
 
     Returns:
         (an engine with nothing left to compile, where the time went).
@@ -77,22 +75,24 @@ def build_engine(config: EngineConfig, loaded: LoadedModel) -> tuple[Engine, Sta
     Raises:
         ConfigError: a setting that this model, backend or machine cannot serve.
     """
+    if mesh is not None:
+        raise ConfigError(f"mesh: an engine runs on one device, the default one; got {shown(mesh)}")
     if config.compilation_cache_dir is not None:
-        _use_compilation_cache(config.compilation_cache_dir)
+        use_compilation_cache(config.compilation_cache_dir)
     begin = time.monotonic()
     max_model_len = _resolve_max_model_len(config, loaded.config)
     shapes, explanation = _choose_shapes(config, loaded, max_model_len)
     model = shapes.model
     given = loaded.params.result() if isinstance(loaded.params, Future) else loaded.params
-    params = put_params(given, model.abstract_params, pack=model.packs)
+    params = put_params(given, model.abstract_params, own=own, pack=model.packs)
     kv_scales = _kv_scales(config, loaded, params, shapes.dtype)
     load_s = loaded.load_s + time.monotonic() - begin
 
-    lower = _program_store(config, shapes) or lower_traced
+    lower = program_store(config, shapes) or lower_traced
     pool = choose_pool_size(config, max_model_len, shapes, lower)
     shapes = dataclasses.replace(shapes, num_pages=pool.num_pages)
     num_host_pages = choose_host_pages(config, shapes, pool)
-    store = _program_store(config, shapes)
+    store = program_store(config, shapes)
     executor = DeviceExecutor(
         shapes,
         params,
@@ -101,7 +101,7 @@ def build_engine(config: EngineConfig, loaded: LoadedModel) -> tuple[Engine, Sta
         check_batches=config.check_batches,
         lower=store or lower_traced,
     )
-    _LOG.info("preparing %s", _count_programs(executor.list_programs(), store))
+    _LOG.info("preparing %s", count_programs(executor.list_programs(), store))
     executor.warm_up()
     if store is not None:
         store.prune()
@@ -155,11 +155,16 @@ def _choose_shapes(
         dtype=dtype,
         kv_dtype=kv_dtype,
         layers_per_program=layers_per_program(model.num_layers),
-        num_token_ids=None
-        if loaded.tokenizer is None
-        else loaded.tokenizer.end_of_ids(model.vocab_size),
+        num_token_ids=_num_token_ids(loaded),
     )
     return shapes, explanation
+
+
+def _num_token_ids(loaded: LoadedModel) -> int | None:
+    """How many ids of the vocabulary are tokens; None = all."""
+    if loaded.num_token_ids is None and loaded.tokenizer is not None:
+        return loaded.tokenizer.end_of_ids(loaded.config.vocab_size)
+    return loaded.num_token_ids
 
 
 def _log_choices(
@@ -179,42 +184,6 @@ def _log_choices(
         pool.reason,
         f", {num_host_pages} in host RAM" if num_host_pages else "",
         f", {padding} ids of the vocabulary are padding" if padding else "",
-    )
-
-
-def _use_compilation_cache(folder: str | Path) -> None:
-    """Asked for by name, so jax's process-wide settings may change."""
-    try:
-        Path(folder).expanduser().mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=Path(folder).expanduser()):
-            pass
-    except OSError as error:
-        _LOG.warning("compilation_cache_dir %s cannot be used: %s", folder, error.strerror)
-        return
-    remove_damaged(Path(folder).expanduser())
-    jax.config.update("jax_compilation_cache_dir", str(Path(folder).expanduser()))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    compilation_cache.reset_cache()  # jax looks at the folder once, when it first compiles anything
-
-
-def _program_store(config: EngineConfig, shapes: StepShapes) -> ProgramStore | None:
-    """Where lowered programs are kept; None where no folder was given."""
-    if config.compilation_cache_dir is None or shapes.model.kernel.interpret:
-        return None  # an interpreter calls back into this process, which no file can hold
-    if native.missing() is None:
-        native.register()  # tracing does it too, but kept programs are not traced
-    folder = Path(config.compilation_cache_dir).expanduser() / "programs"
-    return ProgramStore(folder, identity(shapes), native.TARGETS)
-
-
-def _count_programs(programs: Sequence[Program], store: ProgramStore | None) -> str:
-    """How many there are, and how many of them an earlier start left behind."""
-    if store is not None:
-        return f"{len(programs)} programs, {store.count(programs)} of them from an earlier start"
-    kept = jax.config.jax_compilation_cache_dir
-    return (
-        f"{len(programs)} programs{'' if kept else ' (no compilation_cache_dir: at every start)'}"
     )
 
 

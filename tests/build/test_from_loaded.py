@@ -1,4 +1,4 @@
-"""Building an engine from params of one's own."""
+"""From a loaded model to an engine."""
 
 import collections
 import dataclasses
@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxserve import EngineConfig, SamplingParams, build_engine, load_model
-from jaxserve.build import _resolve_buckets
+from jaxserve import EngineConfig, SamplingParams, load_model
+from jaxserve.build.from_loaded import _resolve_buckets, build_loaded
 from jaxserve.config import SchedulerConfig
 from jaxserve.device import program_identity
 from jaxserve.errors import ConfigError
@@ -76,7 +76,7 @@ def no_dict(params):
 )
 def test_a_leaf_at_fault_is_named(loaded, edit, message):
     with pytest.raises(ConfigError, match=message):
-        build_engine(CONFIG, changed(loaded, edit))
+        build_loaded(CONFIG, changed(loaded, edit))
 
 
 def as_other_mappings(params):
@@ -93,7 +93,7 @@ def as_strided_and_device_arrays(params):
 
 @pytest.mark.parametrize("edit", [as_other_mappings, as_strided_and_device_arrays])
 def test_any_mapping_of_any_arrays_will_do(loaded, edit):
-    engine, times = build_engine(CONFIG, changed(loaded, edit))
+    engine, times = build_loaded(CONFIG, changed(loaded, edit))
     assert times.compile_s > 0
     assert engine.stats().num_pages == 4
 
@@ -197,9 +197,9 @@ def test_a_budget_below_max_num_seqs_lowers_it_and_says_so(caplog):
 def test_host_kv_gib_makes_host_pages(loaded, caplog):
     options = SMALL | {"host_kv_gib": 0.01}
     with caplog.at_level(logging.INFO, "jaxserve"):
-        engine, _ = build_engine(EngineConfig.from_options(options), loaded)
+        engine, _ = build_loaded(EngineConfig.from_options(options), loaded)
     assert "54 in host RAM" in caplog.text  # 2 layers x 2 x 64 tokens x 3 heads x 64 x 4 bytes each
     assert 0 < engine.executor.costs.page_move_s < 1
     for gib, message in ((1e-6, "host_kv_gib=1e-06: less than one KV page"), (2**20, "are free")):
         with pytest.raises(ConfigError, match=message):
-            build_engine(EngineConfig.from_options(SMALL | {"host_kv_gib": gib}), loaded)
+            build_loaded(EngineConfig.from_options(SMALL | {"host_kv_gib": gib}), loaded)
