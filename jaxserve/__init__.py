@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from jaxserve.async_engine.thread import AsyncEngine
     from jaxserve.build.from_params import build_engine
-    from jaxserve.config import CacheConfig, EngineConfig, SchedulerConfig
+    from jaxserve.config import (
+        AxisRules,
+        CacheConfig,
+        EngineConfig,
+        ParallelConfig,
+        SchedulerConfig,
+    )
     from jaxserve.engine import Engine
     from jaxserve.llm import LLM
     from jaxserve.model_config import ModelConfig
@@ -22,6 +28,7 @@ __version__ = "0.1.0"
 
 _HOME_OF = {
     "AsyncEngine": "jaxserve.async_engine.thread",
+    "AxisRules": "jaxserve.config",
     "BeamParams": "jaxserve.sampling_params",
     "CacheConfig": "jaxserve.config",
     "Engine": "jaxserve.engine",
@@ -29,6 +36,7 @@ _HOME_OF = {
     "LLM": "jaxserve.llm",
     "LoadedModel": "jaxserve.weights.load_model",
     "ModelConfig": "jaxserve.model_config",
+    "ParallelConfig": "jaxserve.config",
     "Request": "jaxserve.request",
     "RequestOutput": "jaxserve.request",
     "SamplingParams": "jaxserve.sampling_params",
@@ -40,12 +48,14 @@ _HOME_OF = {
 __all__ = [
     "LLM",
     "AsyncEngine",
+    "AxisRules",
     "BeamParams",
     "CacheConfig",
     "Engine",
     "EngineConfig",
     "LoadedModel",
     "ModelConfig",
+    "ParallelConfig",
     "Request",
     "RequestOutput",
     "SamplingParams",

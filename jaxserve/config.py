@@ -31,6 +31,7 @@ EVICTION = ("lru", "lfu", "fifo", "priority")
 MIN_PAGE_SIZE = 4
 MAX_GIB = 2**20
 MAX_NUM_BATCHED_TOKENS = 2**20
+MAX_DEVICES = 4096
 
 
 def _check_int(name: str, value: object, low: int, high: int = 2**31 - 1) -> None:
@@ -208,6 +209,80 @@ class SchedulerConfig:
 
 @checks_names
 @dataclass(frozen=True, kw_only=True)
+class AxisRules:
+    """Which axis of a mesh each logical axis of the model is cut by; None keeps it whole on every
+    device. Several names cut it by all of these axes together.
+
+    Args:
+        heads: query and KV heads, and with them the KV pages.
+        ffn: the inner size of the MLP.
+        vocab: rows of the embedding and columns of the head, and with them the logits.
+
+    Raises:
+        ConfigError: something else than a name, several different names, or None.
+    """
+
+    heads: str | tuple[str, ...] | None = "model"
+    ffn: str | tuple[str, ...] | None = "model"
+    vocab: str | tuple[str, ...] | None = "model"
+
+    def __post_init__(self) -> None:
+        for rule in dataclasses.fields(self):
+            value = getattr(self, rule.name)
+            names = self.names(rule.name)
+            if not all(isinstance(name, str) and name for name in names) or (
+                len(set(names)) < len(names) or value in ((), [])
+            ):
+                raise ConfigError(
+                    f"axis_rules.{rule.name} must be the name of a mesh axis, several of them, or "
+                    f"None, got {shown(value)}"
+                )
+            if isinstance(value, list):
+                object.__setattr__(self, rule.name, names)
+
+    def names(self, logical_axis: str) -> tuple[str, ...]:
+        """The mesh axes that a logical axis is cut by; none where it stays whole."""
+        value = getattr(self, logical_axis)
+        if value is None:
+            return ()
+        return tuple(value) if isinstance(value, tuple | list) else (value,)
+
+    @property
+    def mesh_axes(self) -> tuple[str, ...]:
+        """Every mesh axis that is named, once."""
+        every = (name for rule in dataclasses.fields(self) for name in self.names(rule.name))
+        return tuple(dict.fromkeys(every))
+
+
+@checks_names
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How devices share the work.
+
+    Args:
+        tensor_parallel_size: devices that share each copy of the model, every one with its part of
+            the heads, of the MLP and of the vocabulary. Where a mesh is passed to `build_engine` it
+            says how many; then 1 or that number.
+        data_parallel_size: copies of the model, each with KV pages and a scheduler of its own.
+        axis_rules: which axes of the mesh cut what. Without a mesh all rules name one axis.
+
+    Raises:
+        ConfigError: a value outside its range.
+    """
+
+    tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
+    axis_rules: AxisRules = field(default_factory=AxisRules)
+
+    def __post_init__(self) -> None:
+        _check_int("tensor_parallel_size", self.tensor_parallel_size, 1, MAX_DEVICES)
+        _check_int("data_parallel_size", self.data_parallel_size, 1, MAX_DEVICES)
+        if not isinstance(self.axis_rules, AxisRules):
+            raise ConfigError(f"axis_rules must be AxisRules, got {shown(self.axis_rules)}")
+
+
+@checks_names
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Everything an engine can be told.
 
@@ -225,6 +300,7 @@ class EngineConfig:
             setting alone.
         cache: the page pool.
         scheduler: the step's limits.
+        parallel: how devices share the work.
 
     Raises:
         ConfigError: a value outside its range, or of the wrong type.
@@ -239,6 +315,7 @@ class EngineConfig:
     compilation_cache_dir: str | Path | None = None
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
         _check_choice("dtype", self.dtype, DTYPES)
@@ -263,7 +340,11 @@ class EngineConfig:
         Raises:
             ConfigError: a name that no branch has, or a value outside its range.
         """
-        branches = {"cache": CacheConfig, "scheduler": SchedulerConfig}
+        branches = {
+            "cache": CacheConfig,
+            "scheduler": SchedulerConfig,
+            "parallel": ParallelConfig,
+        }
         taken: set[str] = set()
         built = {}
         for name, branch in branches.items():

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.build.kept_programs import count_programs, program_store, use_compilation_cache
-from jaxserve.config import EngineConfig, SchedulerConfig
+from jaxserve.config import EngineConfig, ParallelConfig, SchedulerConfig
 from jaxserve.device.calibration import find_kv_scales
 from jaxserve.device.calibration_text import calibration_ids
 from jaxserve.device.choices import (
@@ -77,6 +77,7 @@ def build_loaded(
     """
     if mesh is not None:
         raise ConfigError(f"mesh: an engine runs on one device, the default one; got {shown(mesh)}")
+    _refuse_many_devices(config.parallel)
     if config.compilation_cache_dir is not None:
         use_compilation_cache(config.compilation_cache_dir)
     begin = time.monotonic()
@@ -126,6 +127,12 @@ def build_loaded(
     _log_choices(explanation, max_model_len, shapes, pool, num_host_pages)
     times = StartupTimes(load_s=load_s, compile_s=executor.compile_s, warm_s=executor.warm_s)
     return engine, times
+
+
+def _refuse_many_devices(parallel: ParallelConfig) -> None:
+    for name in ("tensor_parallel_size", "data_parallel_size"):
+        if getattr(parallel, name) > 1:
+            raise ConfigError(f"{name} must be 1, got {getattr(parallel, name)}")
 
 
 def _choose_shapes(
