@@ -10,7 +10,8 @@ fail, not text completion.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from jaxserve.errors import InvalidRequestError, shown
@@ -24,6 +25,7 @@ MAX_RENDER_CHARS = 8 * 2**20
 MAX_TOOLS = 128  # as OpenAI has it
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # those of OpenAI
 _MAX_DEPTH = 32
+_MARK = "90731852"  # digits: no filter of letters, quotes or blanks changes them
 # Fields of a tool's function: name, type, what it has to be. Only the name must be there.
 _FUNCTION_FIELDS = (
     ("name", str, "a text of at least one character"),
@@ -149,22 +151,56 @@ def _check_roles(messages: Sequence[Mapping[str, Any]], template: CompiledTempla
 
 def _check_nothing_lost(names: Mapping[str, Any], template: CompiledTemplate, text: str) -> None:
     """Refuses a role that a template of several roles does not name and leaves out: what was said would
-    be lost.
+    be lost. Renders at most once and once a role more, and reads the text at most twice.
     """
     messages = names["messages"]
     if template.texts.isdisjoint(ROLES):
         return
-    for i, message in enumerate(messages):
-        content = message["content"].strip()
-        if message["role"] in template.texts or content in text:
+    contents = {
+        i: content
+        for i, one in enumerate(messages)
+        if one["role"] not in template.texts and (content := one["content"].strip())
+    }
+    if _stand_in_order(contents.values(), text):
+        return
+    # They may stand there in another form or order: then marks in their place do so too, as they are.
+    marks = {i: f"{_MARK}{number:09d}{_MARK}" for number, i in enumerate(contents)}
+    marked = template.render(_budget(), {**names, "messages": _with_contents(messages, marks)})
+    found = set(re.findall(rf"{_MARK}\d{{9}}{_MARK}", marked))
+    lost = sorted((i for i in contents if marks[i] not in found), key=lambda i: len(contents[i]))
+    for role, i in {messages[i]["role"]: i for i in lost}.items():  # its longest
+        if contents[i] in text:
             continue
-        # It may be there in another form (escaped): then another content gives another text.
-        changed = [*messages[:i], {**message, "content": content[::-1] + "?"}, *messages[i + 1 :]]
-        if template.render(_budget(), {**names, "messages": changed}) == text:
+        # Or something is made of them that holds no mark: then another content gives another text.
+        other = {i: contents[i][::-1] + "?"}
+        if (
+            template.render(_budget(), {**names, "messages": _with_contents(messages, other)})
+            == text
+        ):
             _refuse(
-                f"messages[{i}].role: this checkpoint's chat template leaves out messages of "
-                f"{message['role']!r}"
+                f"messages[{i}].role: this checkpoint's chat template leaves out messages of {role!r}"
             )
+
+
+def _stand_in_order(contents: Iterable[str], text: str) -> bool:
+    """Whether a text holds all of these, one behind the other."""
+    position = 0
+    for content in contents:
+        position = text.find(content, position)
+        if position < 0:
+            return False
+        position += len(content)
+    return True
+
+
+def _with_contents(
+    messages: Sequence[Mapping[str, Any]], contents: Mapping[int, str]
+) -> list[Mapping[str, Any]]:
+    """The messages, some with other contents."""
+    changed = list(messages)
+    for i, content in contents.items():
+        changed[i] = {**changed[i], "content": content}
+    return changed
 
 
 def _budget() -> Budget:

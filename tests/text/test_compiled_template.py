@@ -88,3 +88,34 @@ def test_a_role_whose_messages_are_left_out_is_refused():
     assert render(TELLS_APART, ("system", '"a"'), ("developer", " ")) == r'S:"\"a\""'
     escaped = TELLS_APART.replace("{% endif %}", "{% else %}{{ m.content|tojson }}{% endif %}")
     assert render(escaped, ("tool", 'a"b')) == r'"a\"b"'
+
+
+def test_to_look_for_what_is_left_out_takes_few_renders(monkeypatch):
+    """However many messages there are: each render may take seconds."""
+    num_renders = 0
+    real = CompiledTemplate.render
+
+    def counted(self, budget, names):
+        nonlocal num_renders
+        num_renders += 1
+        return real(self, budget, names)
+
+    monkeypatch.setattr(CompiledTemplate, "render", counted)
+    escaped = TELLS_APART.replace("{% endif %}", "{% else %}{{ m.content|tojson }}{% endif %}")
+    many = [(role, f'"{i}"') for i in range(500) for role in ("tool", "function", "developer")]
+    assert len(render(escaped, *many)) > 1500
+    assert num_renders == 2
+    backwards = TELLS_APART.replace("messages %}", "messages|reverse %}").replace(
+        "{% endif %}", "{% else %}{{ m.content }}{% endif %}"
+    )
+    assert render(backwards, ("tool", "one"), ("tool", "two")) == "twoone"
+    counts = TELLS_APART.replace("{% endif %}", "{% else %}{{ m.content|length }}{% endif %}")
+    assert render(counts, *many)
+    one_is_lost = escaped.replace("{% else %}", "{% elif m.content != '\"499\"' %}")
+    num_renders = 0
+    assert render(one_is_lost, *many), "its role is not left out"
+    lost = r"messages\[\d+\].role: .* leaves out messages of 'developer'"
+    no_developer = escaped.replace("{% else %}", "{% elif 'dev' not in m.role %}")
+    with pytest.raises(InvalidRequestError, match=lost):
+        render(no_developer, *many)
+    assert num_renders <= 8
