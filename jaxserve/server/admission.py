@@ -18,7 +18,6 @@ class Place:
         self._admission = admission
         self._num_sequences = num_sequences
         self._num_tokens = 0
-        self._has_started = False
 
     def count_tokens(self, num_tokens: int) -> None:
         """Tells how long the prompts are, once that is known.
@@ -29,20 +28,22 @@ class Place:
         Raises:
             ApiError: 429, too many prompt tokens wait already.
         """
-        if self._has_started:
-            return
         self._admission._add_tokens(num_tokens)
         self._num_tokens += num_tokens
 
-    def started(self) -> None:
-        """The engine has begun to answer: its prompt tokens wait no more."""
-        self._has_started = True
-        self._admission._num_tokens -= self._num_tokens
-        self._num_tokens = 0
+    def started(self, num_tokens: int) -> None:
+        """The engine has begun to answer a prompt: its tokens wait no more, those of others do.
+
+        Args:
+            num_tokens: of that prompt; it was counted before.
+        """
+        num_tokens = min(num_tokens, self._num_tokens)
+        self._admission._num_tokens -= num_tokens
+        self._num_tokens -= num_tokens
 
     def release(self) -> None:
         """Gives the place back; a second call does nothing."""
-        self.started()
+        self.started(self._num_tokens)
         self._admission._num_sequences -= self._num_sequences
         self._num_sequences = 0
 
@@ -75,7 +76,7 @@ class Admission:
     Args:
         num_running: sequences that the engine runs at once: so many of those let in wait for nobody.
         max_queue_requests: how many more may be in.
-        max_queue_tokens: most prompt tokens of requests that have not started; None = no limit.
+        max_queue_tokens: most tokens of prompts that have not started; None = no limit.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Admission:
 
     @property
     def num_queued_tokens(self) -> int:
-        """Prompt tokens of requests that have not started."""
+        """Tokens of prompts that have not started."""
         return self._num_tokens
 
     def admit(self, *, num_sequences: int = 1, num_tokens: int = 0) -> Place:

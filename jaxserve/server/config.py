@@ -37,7 +37,7 @@ class ServerConfig:
         api_key_digests: `key_digest` of each key that is accepted. Empty = no key is asked for.
         max_queue_requests: most sequences that may wait behind those that can run at once
             (max_num_seqs of the engine); one more is refused with 429. A request for n choices counts n.
-        max_queue_tokens: most prompt tokens of requests that have not given their first token; None =
+        max_queue_tokens: most tokens of prompts that have not given their first token; None =
             no limit.
         request_timeout_s: how long a request may take from its arrival to its last token; None = no
             limit.

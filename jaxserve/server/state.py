@@ -204,7 +204,7 @@ class ServerState:
                 measured.output(output)
                 if not has_begun and any(one.token_ids for one in output.outputs):
                     has_begun = True
-                    place.started()
+                    place.started(len(request.prompt_token_ids))
                 if self.is_draining and _was_aborted(output):
                     raise unavailable("the server shut down before it was done", "shutting_down")
                 yield output

@@ -63,7 +63,7 @@ def test_what_fits_into_no_queue_is_the_requests_fault():
     assert "7" in error.message
 
 
-def test_prompt_tokens_wait_until_their_request_has_started():
+def test_prompt_tokens_wait_until_their_prompt_has_started():
     queue = admission(max_queue_tokens=100)
     first = queue.admit()
     first.count_tokens(80)
@@ -71,12 +71,14 @@ def test_prompt_tokens_wait_until_their_request_has_started():
     refused(lambda: second.count_tokens(21))
     assert queue.num_queued_tokens == 80
     second.count_tokens(20)
-    first.started()
+    first.started(50)  # one of its prompts
+    assert queue.num_queued_tokens == 50
+    refused(lambda: queue.admit(num_tokens=51))
+    first.started(30)
     refused(lambda: queue.admit(num_tokens=81))
     assert queue.num_sequences == 2, "a refused request holds no place"
     with queue.admit(num_tokens=80):
         assert queue.num_queued_tokens == 100
-    first.count_tokens(5)  # it waits no more, whatever it has
     first.release()
     second.release()
     assert queue.num_queued_tokens == queue.num_sequences == 0
@@ -124,6 +126,31 @@ def test_twenty_requests_at_a_queue_of_four():
             assert all(answer.json()["usage"]["completion_tokens"] == 3 for answer in rest)
             assert http.state.admission.num_sequences == 0
             assert client.engine.stats().num_waiting == 0
+
+    asyncio.run(check())
+
+
+def test_prompts_of_one_request_wait_one_by_one():
+    """Of four prompts two run: the other two are still counted, and start when those are done."""
+
+    async def check():
+        client = FakeEngineClient(script="one two three", max_num_seqs=2)
+        async with serving(client, max_queue_tokens=10) as http:
+            app, answer = make_app(http.state), Answer()
+            body = b'{"prompt": [[1,2,3],[1,2],[1,2],[1,2]], "max_tokens": 5, "ignore_eos": true}'
+            client.running.clear()
+            task = asyncio.create_task(_post(app, body, answer))
+            queue = http.state.admission
+            while queue.num_queued_tokens != 9:
+                await asyncio.sleep(0.001)
+            client.running.set()
+            seen = {9}
+            while not task.done():
+                seen.add(queue.num_queued_tokens)
+                await asyncio.sleep(0)
+            assert answer.status == 200
+            assert queue.num_queued_tokens == 0
+            assert 4 in seen
 
     asyncio.run(check())
 
