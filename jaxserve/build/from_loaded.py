@@ -78,8 +78,8 @@ def build_loaded(
     if mesh is not None:
         raise ConfigError(f"mesh: an engine runs on one device, the default one; got {shown(mesh)}")
     _refuse_many_devices(config.parallel)
-    if config.compilation_cache_dir is not None:
-        use_compilation_cache(config.compilation_cache_dir)
+    cache_dir = config.compilation_cache_dir
+    can_keep = cache_dir is not None and use_compilation_cache(cache_dir)
     begin = time.monotonic()
     max_model_len = _resolve_max_model_len(config, loaded.config)
     shapes, explanation = _choose_shapes(config, loaded, max_model_len)
@@ -89,11 +89,11 @@ def build_loaded(
     kv_scales = _kv_scales(config, loaded, params, shapes.dtype)
     load_s = loaded.load_s + time.monotonic() - begin
 
-    lower = program_store(config, shapes) or lower_traced
+    lower = program_store(config, shapes, can_keep=can_keep) or lower_traced
     pool = choose_pool_size(config, max_model_len, shapes, lower)
     shapes = dataclasses.replace(shapes, num_pages=pool.num_pages)
     num_host_pages = choose_host_pages(config, shapes, pool)
-    store = program_store(config, shapes)
+    store = program_store(config, shapes, can_keep=can_keep)
     executor = DeviceExecutor(
         shapes,
         params,

@@ -119,11 +119,15 @@ def _split_file(
 ) -> tuple[list[str], list[str]]:
     """As `_split`, for a file of one argument a line; blank lines and those after # or // are skipped."""
     if path in open_files:
-        raise UsageError(f"--flagfile={path} includes itself")
+        itself = (
+            "it" if path == open_files[-1] else f"--flagfile={path}"
+        )  # its name stands in front
+        raise UsageError(f"{itself} includes itself")
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read --flagfile={path}: {error}") from None
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise UsageError(f"cannot read --flagfile={path}: {reason}") from None
     lines = (line.strip(" \t\r") for line in text.split("\n"))
     arguments = [line for line in lines if line and not line.startswith(("#", "//"))]
     try:

@@ -49,13 +49,21 @@ class ProgramStore:
         identity: what all of them depend on.
         custom_calls: targets that programs may call. They are ours, so that their arguments change
             with our source, which is part of the identity; jax.export has to be told.
+        can_write: whether new ones are kept; else they are only looked for.
     """
 
-    def __init__(self, folder: Path, identity: str, custom_calls: Sequence[str] = ()):
+    def __init__(
+        self,
+        folder: Path,
+        identity: str,
+        custom_calls: Sequence[str] = (),
+        *,
+        can_write: bool = True,
+    ):
         self._folder = folder
         self._identity = identity
         self._checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in custom_calls]
-        self._can_write = True
+        self._can_write = can_write
         self.num_traced = 0  # programs that were not found
 
     def __call__(self, program: Program) -> jax.stages.Lowered:
@@ -115,7 +123,7 @@ class ProgramStore:
         """None where there is no file, or none to be trusted."""
         try:
             content = path.read_bytes()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
             _LOG.warning("kept program %s cannot be read: %s", path, error.strerror)
@@ -134,10 +142,10 @@ class ProgramStore:
         return header["outputs"], jax.export.deserialize(bytearray(exported))
 
     def _write(self, path: Path, digest: str, outputs: Any, exported: jax.export.Exported) -> None:
-        header = json.dumps({"digest": digest, "outputs": outputs}).encode()
-        body = header + b"\n" + bytes(exported.serialize())
         if not self._can_write:
             return
+        header = json.dumps({"digest": digest, "outputs": outputs}).encode()
+        body = header + b"\n" + bytes(exported.serialize())
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=self._folder) as scratch:

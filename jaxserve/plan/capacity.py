@@ -116,4 +116,5 @@ def size_pool(
 
 
 def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.3g} GiB"
+    num_gib = num_bytes / GIB
+    return f"{num_gib:,.0f} GiB" if num_gib >= 100 else f"{num_gib:.3g} GiB"

@@ -181,16 +181,16 @@ class _Life:
         state.is_draining = True
         timeout_s = self._config.shutdown_timeout_s
         logger.info(
-            "%s: %d requests in flight have %g s to end",
+            "%s: %s in flight, %g s to end",
             signal.Signals(self._signal).name,
-            state.num_requests,
+            _requests(state.num_requests),
             timeout_s,
         )
         await self._wait(state.wait_idle(), timeout_s, failing)
         if failing.done() and state.num_requests:
             return await self._fail(state, failing.result())
         if state.num_requests:
-            logger.info("aborting %d requests", state.num_requests)
+            logger.info("aborting %s", _requests(state.num_requests))
         await state.client.shutdown(timeout_s=0)
         failing.cancel()
         with contextlib.suppress(TimeoutError):
@@ -218,6 +218,10 @@ class _Life:
             os._exit(128 + number)  # the engine sees that its line is closed, and ends too
         self._signal = number
         (self._force if self._stop.is_set() else self._stop).set()
+
+
+def _requests(num: int) -> str:
+    return "1 request" if num == 1 else f"{num} requests"
 
 
 def _take_log_of_uvicorn() -> None:

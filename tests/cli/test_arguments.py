@@ -117,6 +117,14 @@ def test_mistakes_are_named(argument, words):
     assert "\n" not in str(caught.value)
 
 
+def test_a_flagfile_that_cannot_be_read_is_named_once(tmp_path: Path):
+    (tmp_path / "latin").write_bytes(b"--stop=\xe9")
+    for path, reason in (("nowhere", "No such file or directory"), ("latin", "it is not UTF-8")):
+        with pytest.raises(UsageError) as caught:
+            parse(f"--flagfile={tmp_path / path}")
+        assert str(caught.value) == f"cannot read --flagfile={tmp_path / path}: {reason}"
+
+
 def test_flagfile(tmp_path: Path):
     inner = tmp_path / "inner.flags"
     inner.write_text("--no-ignore-eos\n--stop=x-y\n")
@@ -146,7 +154,12 @@ def test_later_arguments_beat_a_flagfile_and_mistakes_in_it_name_it(tmp_path: Pa
     with pytest.raises(UsageError, match=r"a\.flags: .*; use --max-tokens=5, or two lines"):
         parse(f"--flagfile={file}")
     file.write_text(f"--flagfile={file}\n")
-    with pytest.raises(UsageError, match="includes itself"):
+    with pytest.raises(UsageError, match=r"a\.flags: it includes itself$"):
+        parse(f"--flagfile={file}")
+    other = tmp_path / "b.flags"
+    other.write_text(f"--flagfile={file}\n")
+    file.write_text(f"--flagfile={other}\n")
+    with pytest.raises(UsageError, match=r"a\.flags: .*b\.flags: --flagfile=.*a\.flags includes"):
         parse(f"--flagfile={file}")
 
 

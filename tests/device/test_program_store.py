@@ -147,6 +147,15 @@ def test_a_folder_that_cannot_be_written_costs_the_keeping_only(tmp_path, caplog
     assert "cannot be kept" in caplog.text
 
 
+def test_a_store_that_only_reads_finds_what_is_there_and_keeps_nothing(tmp_path, caplog):
+    run(tmp_path / "full")
+    with caplog.at_level(logging.WARNING, "jaxserve"):
+        for folder, num_traced in (("full", 0), ("empty", 1), ("empty", 1)):
+            assert run(tmp_path / folder, can_write=False)[1] == num_traced
+    assert not (tmp_path / "empty").exists()
+    assert caplog.text == ""
+
+
 def test_the_entries_unused_for_longest_make_room(tmp_path):
     store = ProgramStore(tmp_path, "us")
     programs = [make_program(key=("sums", i))[0] for i in range(4)]

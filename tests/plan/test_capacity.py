@@ -57,6 +57,7 @@ def test_on_cpu_the_default_stays_modest_but_an_explicit_size_does_not():
             100 * MIB,
             r"num_pages: 200 KV pages take 0.195 GiB, but 0.0977 GiB",
         ),
+        (CacheConfig(num_pages=10**8), 100 * MIB, "take 97,656 GiB, but 0.0977 GiB are free"),
         (CacheConfig(kv_cache_gib=1.0), 100 * MIB, "kv_cache_gib=1: 1024 KV pages"),
         (CacheConfig(kv_cache_gib=0.001), GIB, "kv_cache_gib=0.001 allows 1"),
         (CacheConfig(), MIB, "memory_utilization allows 1"),
