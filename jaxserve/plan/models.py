@@ -5,8 +5,10 @@ a test): `num_params` of each entry is the count that its publisher states, so w
 A shape here says nothing about whether the engine can serve the model: that is `ModelConfig`'s word.
 """
 
+import dataclasses
 from dataclasses import dataclass
 
+from jaxserve.errors import ConfigError
 from jaxserve.model_config import ModelConfig
 
 
@@ -24,8 +26,11 @@ class ModelSpec:
         head_dim: D.
         max_position_embeddings: longest context in tokens.
         tie_word_embeddings: the head is the embedding transposed.
-        num_extra_layer_params: parameters of a layer beside its matrices and its two norms: biases,
-            and the norms of queries and keys.
+        qkv_bias: biases on q, k and v.
+        o_bias: a bias on o.
+        mlp_bias: biases on gate, up and down.
+        qk_norm: norms over the D elements of each query and each key, shared by the heads.
+        layer_windows: keys that each layer looks back at, None for all of them; () = every layer at all.
     """
 
     vocab_size: int
@@ -37,14 +42,15 @@ class ModelSpec:
     head_dim: int
     max_position_embeddings: int
     tie_word_embeddings: bool = False
-    num_extra_layer_params: int = 0
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    layer_windows: tuple[int | None, ...] = ()
 
     @classmethod
     def from_config(cls, config: ModelConfig) -> "ModelSpec":
         """The shape of a checkpoint that the engine can serve."""
-        width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-        attention_biases = width + config.hidden_size if config.attention_bias else 0
-        mlp_biases = 2 * config.intermediate_size + config.hidden_size if config.mlp_bias else 0
         return cls(
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
@@ -55,7 +61,9 @@ class ModelSpec:
             head_dim=config.head_dim,
             max_position_embeddings=config.max_position_embeddings,
             tie_word_embeddings=config.tie_word_embeddings,
-            num_extra_layer_params=attention_biases + mlp_biases,
+            qkv_bias=config.attention_bias,
+            o_bias=config.attention_bias,
+            mlp_bias=config.mlp_bias,
         )
 
     @property
@@ -73,16 +81,74 @@ class ModelSpec:
         return self.vocab_size * self.hidden_size
 
     @property
+    def num_vector_params(self) -> int:
+        """Norms and biases: 2*L*E + E, and what each layer has of q, k, v, o, gate, up and down biases
+        and of norms of queries and keys.
+        """
+        each = 2 * self.hidden_size
+        each += (self.num_heads + 2 * self.num_kv_heads) * self.head_dim * self.qkv_bias
+        each += self.hidden_size * self.o_bias
+        each += (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias
+        each += 2 * self.head_dim * self.qk_norm
+        return self.num_layers * each + self.hidden_size
+
+    @property
     def num_params(self) -> int:
         """All parameters: matrices, embedding, head where it is its own, norms and biases."""
         embeddings = self.num_head_params * (1 if self.tie_word_embeddings else 2)
-        norms = self.hidden_size * (2 * self.num_layers + 1)
-        extra = self.num_layers * self.num_extra_layer_params
-        return self.num_layer_matmul_params + embeddings + norms + extra
+        return self.num_layer_matmul_params + embeddings + self.num_vector_params
 
     def kv_bytes_per_token(self, item_bytes: int = 2) -> int:
         """Bytes of one token's keys and values over all layers: 2 * L * K * D * item_bytes."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * item_bytes
+
+    def keys_seen(self, context: int) -> float:
+        """Keys that a token at the end of a context attends to, the mean over the layers.
+
+        Args:
+            context: tokens, its own included.
+        """
+        if not self.layer_windows:
+            return context
+        seen = [min(context, window or context) for window in self.layer_windows]
+        return sum(seen) / len(seen)
+
+    def of_one_chip(self, num_chips: int) -> "ModelSpec":
+        """What each of several chips holds of it, as a model of its own: H / c query heads, a c-th of
+        the MLP and of the vocabulary, and its kv heads; E stays whole. With fewer kv heads than chips
+        each chip has one, and each head is held by c / K of them. (o and down biases and norms are held
+        by all.)
+
+        Args:
+            num_chips: c, tensor parallel.
+
+        Raises:
+            ConfigError: they cannot share the model; the message names the field.
+        """
+        if num_chips < 1:
+            raise ConfigError(f"num_chips must be at least 1, got {num_chips}")
+        for name, what in (
+            ("num_heads", "query heads"),
+            ("intermediate_size", "columns of the MLP (intermediate_size)"),
+            ("vocab_size", "rows of the vocabulary (vocab_size)"),
+        ):
+            count = getattr(self, name)
+            if count % num_chips:
+                raise ConfigError(
+                    f"num_chips must divide the model's {count} {what}, got {num_chips}"
+                )
+        if self.num_kv_heads % num_chips and num_chips % self.num_kv_heads:
+            raise ConfigError(
+                f"num_chips must divide the model's {self.num_kv_heads} kv heads or be a multiple of "
+                f"them, got {num_chips}"
+            )
+        return dataclasses.replace(
+            self,
+            num_heads=self.num_heads // num_chips,
+            num_kv_heads=max(self.num_kv_heads // num_chips, 1),
+            intermediate_size=self.intermediate_size // num_chips,
+            vocab_size=self.vocab_size // num_chips,
+        )
 
 
 # Source of each: config.json of the checkpoint named in the comment.
@@ -154,7 +220,7 @@ MODELS: dict[str, ModelSpec] = {
         num_kv_heads=4,
         head_dim=128,
         max_position_embeddings=131072,
-        num_extra_layer_params=(28 + 2 * 4) * 128,
+        qkv_bias=True,
     ),
     # Qwen/Qwen3-8B; norms of q and k
     "qwen3-8b": ModelSpec(
@@ -166,6 +232,6 @@ MODELS: dict[str, ModelSpec] = {
         num_kv_heads=8,
         head_dim=128,
         max_position_embeddings=40960,
-        num_extra_layer_params=2 * 128,
+        qk_norm=True,
     ),
 }

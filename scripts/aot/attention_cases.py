@@ -7,10 +7,10 @@ import dataclasses
 import functools
 from typing import Any
 
+from jaxserve.device.aot_target import Target
 from pallas_kernels import dispatch
 from pallas_kernels.page_bytes import page_bytes
 from pallas_kernels.ragged_paged_attention import KVPages, arg_specs, ragged_paged_attention
-from scripts.aot.target import Target
 
 # Above this a pool stays in HBM: XLA prefetches smaller arrays into VMEM whole, a copy of no concern.
 MIN_POOL_BYTES = 256 * 2**20

@@ -10,12 +10,12 @@ from pathlib import Path
 import jax
 from jax.experimental import topologies
 
+from jaxserve.device.aot_target import REFUSALS, Target, look_at, refusal
 from scripts.aot import attention_cases, controls_gpu, full_step, kernel_dumps
 from scripts.aot.arguments import parse
 from scripts.aot.attention_cases import Attention
 from scripts.aot.kernel_dumps import Kernel, KernelDumps
 from scripts.aot.page_copy_cases import PageCopy, page_copies
-from scripts.aot.target import REFUSALS, Target, look_at, refusal
 
 DESCRIPTION = Path(__file__).with_name("h200.txtpb")
 MULTIPROCESSORS = 132

@@ -9,13 +9,13 @@ import json
 import jax
 from jax.experimental import topologies
 
+from jaxserve.device.aot_target import REFUSALS, Target, look_at, refusal
 from pallas_kernels import compat
 from pallas_kernels.ragged_paged_attention import tpu
 from scripts.aot import attention_cases, full_step
 from scripts.aot.arguments import parse
 from scripts.aot.attention_cases import MIN_POOL_BYTES, Attention
 from scripts.aot.page_copy_cases import PageCopy, page_copies
-from scripts.aot.target import REFUSALS, Target, look_at, refusal
 
 
 def needs(q, kv, *, num_rows: int, num_entries: int, case: Attention) -> dict:

@@ -1,28 +1,22 @@
-"""The engine's own programs of T tokens and of R rows, for large models, compiled for a target.
+"""Whole models that are compiled for a target, and the rows about them.
 
-Used by the workers. One row a step: the device holds params and pages once and, while a program runs,
-its temporaries, so HBM is the sum of the first and the most of the second. Invariant: the programs are
-those that `StepShapes` gives the executor, placed by `model.sharding`; nothing is written again here.
+Used by the workers. Invariant: the programs are those of `jaxserve.device.aot`, which `jaxserve plan`
+compiles too; what stands here is which models, how much of them and how large a pool.
 """
 
-import collections
 import dataclasses
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
-from jaxserve.device.programs import Program
+from jaxserve.device import aot
+from jaxserve.device.aot_target import Target
 from jaxserve.device.step_shapes import StepShapes
-from jaxserve.model import sharding
-from jaxserve.model.attention import AttentionKernel
-from jaxserve.model.registry import ModelFunctions, build_model
 from jaxserve.model_config import ModelConfig
 from jaxserve.schedule.buckets import Buckets
 from pallas_kernels import dispatch
 from pallas_kernels.page_bytes import page_bytes
-from scripts.aot.target import AXIS, REFUSALS, Target, collectives, local_bytes, look_at, refusal
 from scripts.models import LLAMA_3_8B, LLAMA_3_70B
 
 DTYPE = jnp.dtype("bfloat16")
@@ -38,58 +32,23 @@ SPARE_BYTES = 2 * 2**30
 
 def step_shapes(config: ModelConfig, backend: str, target: Target) -> StepShapes:
     """What the executor would compile for a model shared by the target's devices."""
-    sharding.check_model(config, target.num_devices)
-    mesh = target.context if target.num_devices > 1 else None
-    model = build_model(config, DTYPE, AttentionKernel(backend=backend, mesh=mesh, axis=AXIS))
     page_size = dispatch.pick_page_size(
         backend, max_num_seqs=BUCKETS.max_num_seqs, max_model_len=MAX_MODEL_LEN
     )
+    kv_heads = aot.shared_config(config, target.num_devices).num_kv_heads // target.num_devices
     layout = dispatch.layout_of(backend)
-    one_page = page_bytes(
-        layout, page_size, config.num_kv_heads // target.num_devices, config.head_dim, DTYPE.name
-    )
-    return StepShapes(
-        model=model,
+    one_page = page_bytes(layout, page_size, kv_heads, config.head_dim, DTYPE.name)
+    return aot.step_shapes(
+        config,
+        target,
+        backend=backend,
         buckets=BUCKETS,
-        num_pages=POOL_BYTES // one_page + 1,
+        max_model_len=MAX_MODEL_LEN,
         page_size=page_size,
-        max_pages=MAX_MODEL_LEN // page_size,
-        layout=layout,
+        num_pages=POOL_BYTES // one_page + 1,
         dtype=DTYPE,
         kv_dtype=DTYPE,
-        layers_per_program=config.num_layers,
     )
-
-
-def argument_specs(program: Program, model: ModelFunctions, layout: str) -> tuple:
-    """How the arguments of one of the engine's programs are cut."""
-    params = sharding.param_specs(model.abstract_params, AXIS)
-    pages = [sharding.pages_spec(layout, AXIS)] * model.config.num_layers
-    return {
-        "embed": (params["embed"], P(), P()),
-        "layers": (model.layer_params(params), pages, P(), P(), P(), P(AXIS)),
-        "select": (P(), P(), P()),
-        # The head leaves each device the logits of its own tokens.
-        "head": (model.head_params(params), P()),
-        "process": (P(None, AXIS), P(None, AXIS), P(), P(), P()),
-        "sample": (P(None, AXIS), P(None, AXIS), P()),
-        "count": (P(None, AXIS), P(), P()),
-        "load_counts": (P(None, AXIS), P(), P(), P(), P()),
-        "candidates": (P(None, AXIS), P(None, AXIS), P()),
-        "gather_scored": (P(), P()),
-        "score": (model.head_params(params), P(), P()),
-        "score_top": (model.head_params(params), P(), P()),
-    }[program.key[0]]
-
-
-def layer_bytes(shapes: StepShapes, target: Target) -> tuple[int, int]:
-    """Bytes that one device holds: (of one layer, params and pages; of embedding, norm and head)."""
-    params = target.place(
-        shapes.model.abstract_params, sharding.param_specs(shapes.model.abstract_params, AXIS)
-    )
-    pages = target.place(shapes.abstract_pages()[0], sharding.pages_spec(shapes.layout, AXIS))
-    layers = params.pop("layers")
-    return local_bytes((layers[0], pages)), local_bytes(params)
 
 
 def pick_depth(name: str, layers: str, backend: str, target: Target, hbm_bytes: int) -> int:
@@ -105,7 +64,7 @@ def pick_depth(name: str, layers: str, backend: str, target: Target, hbm_bytes: 
     config = MODELS[name]
     if layers != "all":
         return min(int(layers), config.num_layers)
-    one, rest = layer_bytes(step_shapes(config, backend, target), target)
+    one, rest = aot.layer_bytes(step_shapes(config, backend, target), target)
     return min(config.num_layers, (hbm_bytes - SPARE_BYTES - rest) // one)
 
 
@@ -137,55 +96,16 @@ def compile_step(
         added, which a program of full depth holds besides; "collectives" by program.
     """
     shapes = step_shapes(dataclasses.replace(MODELS[name], num_layers=depth), backend, target)
-    one, rest = layer_bytes(shapes, target)
-    faults, exchanged = [], {}
-    seconds = most = temp = code = 0.0
-    for program in shapes.programs():
-        kind = program.key[0]
-        specs = argument_specs(program, shapes.model, shapes.layout)
-        arguments = target.place(program.arguments, specs)
-        donated = [arguments[i] for i in program.donated]
-        pools = arguments[1][0].data if kind == "layers" else ()
-        try:
-            compiled, spent = target.compile(program.function, *arguments, donate=program.donated)
-        except REFUSALS as error:
-            return {"fault": f"{kind}: {refusal(error)}"}
-        look(compiled)
-        found = look_at(compiled, donated, pools)
-        exchanged[kind] = collectives(compiled)
-        beyond = found["hbm_mib"] - local_bytes(arguments) / 2**20
-        seconds, code = seconds + spent, code + found["code_kib"]
-        most, temp = max(most, beyond), max(temp, found["temp_mib"])
-        faults += [f"{kind}: {found['fault']}"] * bool(found["fault"])
-    faults += exchange_faults(exchanged, depth, target.num_devices)
-    hbm_mib = (depth * one + rest) / 2**20 + most
+    step = aot.compile_step(shapes, target, look=look)
+    if not step.hbm_bytes:
+        return {"fault": step.fault}
     missing = MODELS[name].num_layers - depth
     return {
-        "hbm_mib": hbm_mib,
-        "full_gib": (hbm_mib + missing * one / 2**20) / 2**10,
-        "temp_mib": temp,
-        "code_kib": code,
-        "compile_s": seconds,
-        "collectives": describe(exchanged),
-        "fault": "; ".join(faults),
+        "hbm_mib": step.hbm_bytes / 2**20,
+        "full_gib": (step.hbm_bytes + missing * step.layer_bytes) / 2**30,
+        "temp_mib": step.temp_bytes / 2**20,
+        "code_kib": step.code_bytes / 2**10,
+        "compile_s": step.compile_s,
+        "collectives": aot.describe(step.collectives),
+        "fault": step.fault,
     }
-
-
-def exchange_faults(
-    exchanged: dict[str, collections.Counter[str]], depth: int, num_devices: int
-) -> list[str]:
-    """What is wrong with what the devices exchange: two all-reduces a layer, nothing else there."""
-    wanted = {"all-reduce": 2 * depth} if num_devices > 1 else {}
-    if exchanged["layers"] == wanted:
-        return []
-    return [f"layers: {dict(exchanged['layers'])} exchanged, not {wanted}"]
-
-
-def describe(exchanged: dict[str, collections.Counter[str]]) -> str:
-    """Exchanges by program, such as "layers 4 all-reduce, sample 2 all-gather"; "none"."""
-    parts = [
-        f"{program} {count} {kind}"
-        for program, counts in exchanged.items()
-        for kind, count in counts.items()
-    ]
-    return ", ".join(parts) or "none"

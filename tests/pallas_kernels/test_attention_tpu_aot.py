@@ -14,7 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from scripts.aot import full_step, report
+from jaxserve.device import aot
+from scripts.aot import report
 
 # A Llama-3-8B layer serving 256 sequences, SmolLM2, and every variant; ask the script for more.
 SHAPES = ["--heads=smollm2-135m,llama-3.1-8b", "--steps=serve-256x8192"]
@@ -102,10 +103,10 @@ def test_an_eighth_of_a_model_needs_less_than_all_of_it(rows_by_chip):
 
 def test_other_exchanges_are_faults():
     counted = {"layers": collections.Counter({"all-reduce": 4})}
-    assert full_step.exchange_faults(counted, 2, 8) == []
-    assert full_step.exchange_faults(counted, 2, 1) != []
+    assert aot.exchange_faults(counted, 2, 8) == []
+    assert aot.exchange_faults(counted, 2, 1) != []
     counted["layers"]["all-gather"] += 1
-    assert full_step.exchange_faults(counted, 2, 8) == [
+    assert aot.exchange_faults(counted, 2, 8) == [
         "layers: {'all-reduce': 4, 'all-gather': 1} exchanged, not {'all-reduce': 4}"
     ]
 

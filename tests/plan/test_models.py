@@ -56,6 +56,43 @@ def test_biases_of_a_checkpoint_are_counted():
     assert ModelSpec.from_config(mlp).num_params == plain + 2 * (64 + 64 + 32)
 
 
+def test_two_chips_hold_half_but_for_norms():
+    llama = MODELS["llama-3-8b"]
+    half = llama.of_one_chip(2)
+    assert 2 * half.num_params == llama.num_params + 4096 * (2 * 32 + 1)
+    assert (half.num_heads, half.num_kv_heads, half.intermediate_size) == (16, 4, 7168)
+
+
+def test_kv_heads_are_held_twice_by_twice_as_many_chips():
+    llama = MODELS["llama-3-70b"]
+    one = llama.of_one_chip(16)
+    assert (one.num_heads, one.num_kv_heads) == (4, 1)
+    norms = 8192 * (2 * 80 + 1)
+    twice = 80 * 2 * 8192 * 8 * 128  # the k and v projections, a second time
+    assert 16 * (one.num_params - norms) == llama.num_params - norms + twice
+    assert one.kv_bytes_per_token() * 16 == 2 * llama.kv_bytes_per_token()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, r"32 query heads, got 3"),
+        ({"num_heads": 33, "num_kv_heads": 3}, r"14336 columns of the MLP .*, got 3"),
+        ({"num_heads": 36, "num_kv_heads": 2, "intermediate_size": 300}, r"2 kv heads or .* got 3"),
+    ],
+)
+def test_chips_that_cannot_share_a_model_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(MODELS["llama-3-8b"], **changes).of_one_chip(3)
+
+
+def test_a_window_bounds_the_keys_of_its_layers():
+    spec = dataclasses.replace(MODELS["mistral-7b"], layer_windows=(None, 100) * 16)
+    assert spec.keys_seen(60) == 60
+    assert spec.keys_seen(300) == 200
+    assert MODELS["mistral-7b"].keys_seen(300) == 300
+
+
 def test_an_unknown_chip_is_refused_with_the_known_ones():
     with pytest.raises(ConfigError, match=r"chip must be one of v5e, .*, got 'b200'"):
         chip_spec("b200")

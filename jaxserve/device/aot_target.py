@@ -1,6 +1,6 @@
 """One device that is not there, or several that share a model, and what its compiler makes of a program.
 
-Used by the workers. Invariant: all bytes and shapes here are those of one device.
+Used by `aot` and by the scripts that compile kernels. Invariant: bytes and shapes are those of one device.
 """
 
 import collections
