@@ -1,13 +1,26 @@
 """What kept programs are told apart by."""
 
+import ast
 import dataclasses
+import sys
+from pathlib import Path
 
 import jax
 import pytest
 
 from jaxserve.device import program_identity
-from jaxserve.device.program_identity import PACKAGES, describe, identity, source_digest
+from jaxserve.device.program_identity import (
+    NEVER_TRACED,
+    PACKAGES,
+    describe,
+    identity,
+    source_digest,
+    source_files,
+)
+from jaxserve.device.programs import lower_traced
 from tests.device.executors import shared_pages
+from tests.layers import imports
+from tests.test_layers import MODULES, REPOSITORY, module_name
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +74,74 @@ def test_an_edit_of_the_source_changes_it(tmp_path):
     assert written("notes.txt", "no code") == digests[-1]
 
 
+def test_an_edit_of_what_is_never_traced_changes_nothing(tmp_path):
+    def written(name: str) -> str:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+        return source_digest([tmp_path])
+
+    before = written("model/a.py")
+    assert all(written(name) == before for name in ("server/a.py", "cli/b/c.py", "engine.py"))
+    assert written("device/server/a.py") != before
+    assert written("new/a.py") != before, "what nobody has thought of counts"
+
+
+def read_sources() -> set[Path]:
+    return {path for package in PACKAGES for path in source_files(package)}
+
+
 def test_both_packages_are_read():
-    found = {path.name for folder in PACKAGES for path in folder.iterdir()}
-    assert {"model", "device", "sample", "ragged_paged_attention", "native"} <= found
+    names = {module_name(path) for path in read_sources()}
+    assert {"jaxserve", "jaxserve.model.llama", "jaxserve.device.step", "jaxserve.config"} <= names
+    assert {name for name in MODULES if name.startswith("pallas_kernels")} <= names
+    there = {path.name for path in PACKAGES[0].iterdir()}
+    assert there >= NEVER_TRACED - {"cluster"}
+
+
+def reached(modules: dict[str, str]) -> set[str]:
+    """Modules that a function of a program may call into, by their imports: those that make a
+    `Program`, and what they import, and so on."""
+    todo = [name for name, text in modules.items() if "Program(" in text and "device" in name]
+    found: set[str] = set()
+    while todo:
+        name = todo.pop()
+        if name not in found:
+            found.add(name)
+            todo += {one for _, one in imports(ast.parse(modules[name]), modules) if one in modules}
+    return found
+
+
+def test_all_that_programs_import_is_read():
+    names = {module_name(path) for path in read_sources()}
+    found = reached(MODULES)
+    assert {"jaxserve.device.step_shapes", "jaxserve.device.page_moves"} <= found
+    assert {"jaxserve.model.rope", "jaxserve.sample.filters", "pallas_kernels.dispatch"} <= found
+    assert found <= names
+    # The control: an import of what is never traced, in a function even.
+    step = MODULES["jaxserve.device.step"] + "\ndef f():\n    import jaxserve.text.watcher\n"
+    assert "jaxserve.text.watcher" in reached(MODULES | {"jaxserve.device.step": step}) - names
+
+
+def test_all_that_runs_in_a_trace_is_read():
+    """Imports by name (of the kernels' backends, say) show here alone."""
+    ran: set[str] = set()
+
+    def watch(frame, event, argument):
+        ran.add(frame.f_code.co_filename)
+
+    programs = {one.key[0]: one for one in shared_pages("auto").list_programs()}
+    for program in programs.values():
+        jax.clear_caches()  # what was traced before is traced again
+        sys.setprofile(watch)
+        try:
+            lower_traced(program)
+        finally:
+            sys.setprofile(None)
+    ours = {Path(name) for name in ran if name.startswith(tuple(f"{p}/" for p in PACKAGES))}
+    assert {"llama.py", "step.py", "sampler.py", "xla.py"} <= {path.name for path in ours}
+    assert REPOSITORY / "jaxserve/device/programs.py" in ours
+    assert ours <= read_sources()
 
 
 def test_what_has_no_lasting_description_is_refused():
