@@ -1,7 +1,8 @@
 """Models that are compiled or served with random weights, for the scripts that need one."""
 
-from jaxserve.model_config import ModelConfig, RopeConfig
+from jaxserve.model_config import ModelConfig
 from jaxserve.plan.models import MODELS, ModelSpec
+from jaxserve.rope_config import RopeConfig
 
 
 def _llama_3(spec: ModelSpec) -> ModelConfig:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.model_config import ModelConfig
+from jaxserve.hf_config.read import read_hf_config
 from jaxserve.weights.hf_directory import write_hf_directory
 from jaxserve.weights.name_maps import ParamSpec, param_specs
 
@@ -178,7 +178,7 @@ def _hf_config(**overrides: Any) -> dict[str, Any]:
 def _random_tensors(
     hf_config: Mapping[str, Any], seed: int, initializer_range: float
 ) -> dict[str, np.ndarray]:
-    config = ModelConfig.from_hf(hf_config, None, "test config")
+    config = read_hf_config(hf_config, None, "test config")
     rng = np.random.default_rng(seed)
 
     def draw(spec: ParamSpec) -> np.ndarray:

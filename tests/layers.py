@@ -8,7 +8,7 @@
     engine, step_loop, groups                                                  4
     executor, schedule                                                         3
     pages, text, constraints, model, sample                                    2
-    plan.capacity, plan.roofline, model_config, field_checks, sampling_params,
+    plan.capacity, plan.roofline, model_config, rope_config, hf_config, field_checks, sampling_params,
     generation_config, request, echo, score, seeds, stats, config, errors      1
     pallas_kernels                                                             0
 
@@ -34,6 +34,8 @@ LEVELS = {
     "jaxserve.seeds": 1,
     "jaxserve.stats": 1,
     "jaxserve.model_config": 1,
+    "jaxserve.rope_config": 1,
+    "jaxserve.hf_config": 1,
     "jaxserve.plan": 1,
     "jaxserve.pages": 2,
     "jaxserve.text": 2,

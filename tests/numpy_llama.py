@@ -11,7 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxserve.model_config import ModelConfig, RopeConfig
+from jaxserve.model_config import ModelConfig
+from jaxserve.rope_config import RopeConfig
 from jaxserve.weights.checkpoint import Checkpoint
 from jaxserve.weights.loader import open_checkpoint
 

@@ -25,7 +25,7 @@ from jaxserve.config import (
     CacheConfig,
     SchedulerConfig,
 )
-from jaxserve.model_config import ModelConfig
+from jaxserve.hf_config.read import read_hf_config
 from jaxserve.plan.chips import CHIPS, chip_spec
 from jaxserve.plan.models import MODELS, ModelSpec
 from jaxserve.plan.simulate import (
@@ -340,7 +340,7 @@ def find_model(name: str) -> ModelSpec:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"--model={name}: cannot read {path}: {error}") from None
-    return ModelSpec.from_config(ModelConfig.from_hf(values, None, str(path)))
+    return ModelSpec.from_config(read_hf_config(values, None, str(path)))
 
 
 def table(record: dict[str, Any]) -> str:

@@ -70,11 +70,10 @@ class Attention(nnx.Module):
     def __init__(self, config: ModelConfig, dtype, kernel: AttentionKernel):
         q_size = config.num_heads * config.head_dim
         kv_size = config.num_kv_heads * config.head_dim
-        bias = config.attention_bias
-        self.q = Linear(config.hidden_size, q_size, dtype, use_bias=bias)
-        self.k = Linear(config.hidden_size, kv_size, dtype, use_bias=bias)
-        self.v = Linear(config.hidden_size, kv_size, dtype, use_bias=bias)
-        self.o = Linear(q_size, config.hidden_size, dtype, use_bias=bias)
+        self.q = Linear(config.hidden_size, q_size, dtype, use_bias=config.qkv_bias)
+        self.k = Linear(config.hidden_size, kv_size, dtype, use_bias=config.qkv_bias)
+        self.v = Linear(config.hidden_size, kv_size, dtype, use_bias=config.qkv_bias)
+        self.o = Linear(q_size, config.hidden_size, dtype, use_bias=config.o_bias)
         self.head_dim = config.head_dim
         self.kernel = kernel
 

@@ -75,7 +75,7 @@ class PackedHeads(PackedWeight):
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         num_out = (self.num_heads + 2 * self.num_kv_heads) * config.head_dim
         shape = packed_shape(config.hidden_size, num_out)
-        super().__init__(shape, num_out if config.attention_bias else 0, dtype)
+        super().__init__(shape, num_out if config.qkv_bias else 0, dtype)
 
     def __call__(
         self,
@@ -95,7 +95,7 @@ class PackedAttention(nnx.Module):
     def __init__(self, config: ModelConfig, dtype: jnp.dtype, kernel: AttentionKernel):
         self.qkv = PackedHeads(config, dtype)
         q_size = config.num_heads * config.head_dim
-        self.o = PackedLinear(q_size, config.hidden_size, dtype, use_bias=config.attention_bias)
+        self.o = PackedLinear(q_size, config.hidden_size, dtype, use_bias=config.o_bias)
         self.kernel = kernel
 
     def __call__(self, x, norm: RMSNorm, cos, sin, rows: PagedRows, kv: KVPages, scales):

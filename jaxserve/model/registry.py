@@ -18,12 +18,12 @@ from jaxserve.model.kv_scales import KVScales
 from jaxserve.model.llama import ModelParts, llama_parts
 from jaxserve.model.packed import is_packed, pack_params
 from jaxserve.model.rope import inverse_frequencies, rotation
-from jaxserve.model_config import ModelConfig
+from jaxserve.model_config import ARCHITECTURES as ARCHITECTURE_NAMES
+from jaxserve.model_config import LayerKind, ModelConfig
 from pallas_kernels.ragged_paged_attention.layout import KVPages
 
-ARCHITECTURES: dict[str, Callable[[ModelConfig, jnp.dtype, AttentionKernel], ModelParts]] = {
-    "llama": llama_parts
-}
+MakeParts = Callable[[ModelConfig, jnp.dtype, AttentionKernel], ModelParts]
+ARCHITECTURES: dict[str, MakeParts] = dict.fromkeys(ARCHITECTURE_NAMES, llama_parts)
 
 Params = dict[str, Any]  # nested dict of arrays
 
@@ -123,6 +123,24 @@ class ModelFunctions:
         return nnx.merge(self.graphs["head" if is_plain else "packed_head"], head_params)(hidden)
 
 
+def _refuse_not_computed(config: ModelConfig) -> None:
+    """Flags that a config may have and the layers do not compute yet."""
+    if any(kind != LayerKind() for kind in config.layer_kinds):
+        raise NotImplementedError("sliding windows and layers without rope")
+    plain = (1.0, 1.0, None, 1.0)
+    multipliers = (
+        config.embedding_multiplier,
+        config.residual_multiplier,
+        config.attention_multiplier,
+        config.logits_scaling,
+    )
+    if config.qk_norm or multipliers != plain:
+        raise NotImplementedError("norms of queries and keys, multipliers")
+    rope = config.rope
+    if rope.rope_type not in ("default", "linear", "llama3") or rope.partial_rotary_factor != 1.0:
+        raise NotImplementedError(f"rope_type {rope.rope_type!r}, partial_rotary_factor")
+
+
 def build_model(config: ModelConfig, dtype: jnp.dtype, kernel: AttentionKernel) -> ModelFunctions:
     """The functions of a model; nothing is allocated.
 
@@ -131,6 +149,7 @@ def build_model(config: ModelConfig, dtype: jnp.dtype, kernel: AttentionKernel) 
         dtype: of weights and activations.
         kernel: which attention kernel, and how it runs.
     """
+    _refuse_not_computed(config)
     parts = ARCHITECTURES[config.architecture](config, dtype, kernel)
     graphs: dict[str, nnx.GraphDef] = {}
     trees: dict[str, Mapping[str, Any]] = {}

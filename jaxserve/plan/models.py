@@ -61,9 +61,11 @@ class ModelSpec:
             head_dim=config.head_dim,
             max_position_embeddings=config.max_position_embeddings,
             tie_word_embeddings=config.tie_word_embeddings,
-            qkv_bias=config.attention_bias,
-            o_bias=config.attention_bias,
+            qkv_bias=config.qkv_bias,
+            o_bias=config.o_bias,
             mlp_bias=config.mlp_bias,
+            qk_norm=config.qk_norm,
+            layer_windows=config.layer_windows or (),
         )
 
     @property

@@ -21,6 +21,7 @@ import numpy as np
 from gguf.quants import dequantize
 
 from jaxserve.errors import CheckpointError
+from jaxserve.hf_config.read import read_hf_config
 from jaxserve.model_config import ModelConfig
 from jaxserve.weights.checkpoint import Checkpoint, TensorInfo
 from jaxserve.weights.gguf_file import GGUFFile, GGUFTensor, read_gguf
@@ -50,7 +51,7 @@ def open_gguf(path: Path) -> Checkpoint:
     file = read_gguf(path)
     hf_config = hf_config_of(file)
     generation_config = _special_ids(file.metadata)
-    config = ModelConfig.from_hf(hf_config, generation_config, str(path))
+    config = read_hf_config(hf_config, generation_config, str(path))
     return Checkpoint(
         path=path,
         config=config,

@@ -15,7 +15,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from jaxserve.errors import CheckpointError
-from jaxserve.model_config import ModelConfig
+from jaxserve.hf_config.read import read_hf_config
 from jaxserve.text.chat_template import TemplateSource
 from jaxserve.text.template_files import config_templates, directory_templates, write_templates
 from jaxserve.weights.checkpoint import Checkpoint
@@ -53,7 +53,7 @@ def open_hf_directory(directory: Path) -> Checkpoint:
         raise CheckpointError(f"{directory}: not a checkpoint: it has no config.json")
     hf_config = _read_object(config_path)
     generation_config = read_generation_config(directory)
-    config = ModelConfig.from_hf(hf_config, generation_config, str(config_path))
+    config = read_hf_config(hf_config, generation_config, str(config_path))
     _check_has_safetensors(directory)
     tokenizer_path = directory / "tokenizer_config.json"
     tokenizer_config = _read_object(tokenizer_path) if _is_there(tokenizer_path) else {}

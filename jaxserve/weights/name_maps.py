@@ -118,7 +118,17 @@ def _llama(config: ModelConfig) -> list[ParamSpec]:
             ("o", (hidden, q_dim)),
         ):
             name = f"{hf}.self_attn.{part}_proj"
-            specs += _linear(name, (*path, "attn", part), shape, config.attention_bias)
+            bias = config.o_bias if part == "o" else config.qkv_bias
+            specs += _linear(name, (*path, "attn", part), shape, bias)
+        if config.qk_norm:
+            specs += [
+                ParamSpec(
+                    name=f"{hf}.self_attn.{norm}.weight",
+                    path=(*path, "attn", norm, "scale"),
+                    shape=(config.head_dim,),
+                )
+                for norm in ("q_norm", "k_norm")
+            ]
         for part, shape in (
             ("gate", (ffn, hidden)),
             ("up", (ffn, hidden)),
@@ -131,7 +141,10 @@ def _llama(config: ModelConfig) -> list[ParamSpec]:
     return specs
 
 
-_PARAM_SPECS = {"llama": _llama}
+# Families whose tensors are called as Llama's, but for those that a flag of the config adds.
+_PARAM_SPECS = dict.fromkeys(
+    ("llama", "mistral", "ministral", "qwen2", "qwen3", "smollm3", "granite", "seed_oss"), _llama
+)
 
 # GGUF module names -> Hugging Face module names; ".weight" and ".bias" are the same in both.
 _GGUF_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}

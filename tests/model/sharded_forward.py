@@ -89,7 +89,7 @@ def compare(backend: str, **options) -> dict:
 
 if __name__ == "__main__":
     assert jax.device_count() == 4, jax.devices()
-    biases = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
+    biases = {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
     results = {
         "xla": compare("xla"),
         "biases, tied": compare("xla", **biases),

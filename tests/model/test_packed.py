@@ -11,7 +11,8 @@ from jaxserve.device.params import put_params
 from jaxserve.model.attention import AttentionKernel, PagedRows
 from jaxserve.model.packed import is_packed, pack_layer
 from jaxserve.model.registry import build_model
-from jaxserve.model_config import ModelConfig, RopeConfig
+from jaxserve.model_config import ModelConfig
+from jaxserve.rope_config import RopeConfig
 from pallas_kernels.dense.cpu import pack_gated
 from pallas_kernels.ragged_paged_attention.layout import KVPages
 
@@ -28,7 +29,8 @@ CONFIG = ModelConfig(
     rope=RopeConfig(theta=1e4),
     max_position_embeddings=64,
     tie_word_embeddings=True,
-    attention_bias=True,
+    qkv_bias=True,
+    o_bias=True,
     mlp_bias=True,
 )
 F32 = jnp.dtype("float32")

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxserve.model.rope import inverse_frequencies, rotate, rotation
-from jaxserve.model_config import RopeConfig
+from jaxserve.rope_config import RopeConfig
 
 POSITIONS = np.array([0, 255, 1000, 4095, 8191], np.int32)
 

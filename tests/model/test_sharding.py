@@ -70,7 +70,7 @@ def make_model(kernel=None, **options):
 
 
 def test_projections_are_cut_by_columns_then_by_rows():
-    params = make_model(attention_bias=True, mlp_bias=True).abstract_params
+    params = make_model(qkv_bias=True, o_bias=True, mlp_bias=True).abstract_params
     specs = sharding.param_specs(params, "model")
     block = specs["layers"][1]
     for name in ("q", "k", "v"):

@@ -50,7 +50,7 @@ def test_biases_of_a_checkpoint_are_counted():
         max_position_embeddings=128,
     )
     plain = ModelSpec.from_config(config).num_params
-    attention = dataclasses.replace(config, attention_bias=True)
+    attention = dataclasses.replace(config, qkv_bias=True, o_bias=True)
     assert ModelSpec.from_config(attention).num_params == plain + 2 * (32 + 16 + 16 + 32)
     mlp = dataclasses.replace(config, mlp_bias=True)
     assert ModelSpec.from_config(mlp).num_params == plain + 2 * (64 + 64 + 32)
