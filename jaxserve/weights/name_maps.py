@@ -8,6 +8,7 @@ one, but for what is named here as known: scales of the KV cache, and tensors th
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxserve.model_config import ModelConfig
@@ -142,8 +143,18 @@ def _llama(config: ModelConfig) -> list[ParamSpec]:
 
 
 # Families whose tensors are called as Llama's, but for those that a flag of the config adds.
-_PARAM_SPECS = dict.fromkeys(
-    ("llama", "mistral", "ministral", "qwen2", "qwen3", "smollm3", "granite", "seed_oss"), _llama
+_CALLED_AS_LLAMA = (
+    "llama",
+    "mistral",
+    "ministral",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+    "granite",
+    "seed_oss",
+)
+_PARAM_SPECS: dict[str, Callable[[ModelConfig], list[ParamSpec]]] = dict.fromkeys(
+    _CALLED_AS_LLAMA, _llama
 )
 
 # GGUF module names -> Hugging Face module names; ".weight" and ".bias" are the same in both.
