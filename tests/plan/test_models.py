@@ -6,7 +6,7 @@ import pytest
 
 from jaxserve.errors import ConfigError
 from jaxserve.model_config import ModelConfig
-from jaxserve.plan.chips import CHIPS, chip_spec
+from jaxserve.plan.chips import CHIPS, chip_of_device, chip_spec
 from jaxserve.plan.models import MODELS, ModelSpec
 from scripts.models import LLAMA_3_8B
 
@@ -97,3 +97,12 @@ def test_an_unknown_chip_is_refused_with_the_known_ones():
     with pytest.raises(ConfigError, match=r"chip must be one of v5e, .*, got 'b200'"):
         chip_spec("b200")
     assert chip_spec("h100") is CHIPS["h100"]
+
+
+def test_a_device_is_found_by_what_jax_calls_it():
+    assert chip_of_device("TPU v5 lite") is CHIPS["v5e"]
+    assert chip_of_device("TPU v5") is CHIPS["v5p"]
+    assert chip_of_device("NVIDIA H200") is CHIPS["h200"]
+    assert chip_of_device("cpu") is None
+    kinds = [kind for chip in CHIPS.values() for kind in chip.device_kinds]
+    assert len(kinds) == len(set(kinds))

@@ -1,5 +1,7 @@
 """The roofline against numbers worked out by hand."""
 
+from typing import Any
+
 import pytest
 
 from jaxserve.errors import ConfigError
@@ -15,6 +17,8 @@ UNIT = ChipSpec(
     hbm_bytes=10_000,
     host_bytes_per_s=1.0,
     link_bytes_per_s=1.0,
+    peak_f32_flops_per_s=0.25,
+    platform="cpu",
 )
 TINY = ModelSpec(
     vocab_size=10,
@@ -30,7 +34,7 @@ LAYER_PARAMS = 4 * 4 + 2 * 4 * 2 + 4 * 4 + 3 * 4 * 8  # q, k and v, o, mlp = 144
 KV_BYTES = 2 * 1 * 2 * 2  # of a token
 
 
-def chip(**changes: float) -> ChipSpec:
+def chip(**changes: Any) -> ChipSpec:
     values = {name: getattr(UNIT, name) for name in UNIT.__dataclass_fields__}
     return ChipSpec(**(values | changes))
 
@@ -59,10 +63,11 @@ def test_memory_of_a_step():
     assert roofline.step_s(num_logit_rows=2, **sums) == pytest.approx(weights + 80 + pages + 0.25)
 
 
-def test_two_chips_halve_the_work_and_talk_twice_a_layer():
+def test_two_chips_halve_the_work_but_for_the_kv_head_and_talk_twice_a_layer():
     fast_memory = chip(hbm_bytes_per_s=1e12)
     two = Roofline(TINY, fast_memory, num_chips=2, overhead_s=0.0)
-    compute = (2 * LAYER_PARAMS * 3 + 4 * 4 * 12) / 2
+    # each has half of q, o and the MLP, and all of the one KV head
+    compute = 2 * (64 + 16) * 3 + 4 * 4 * 12 / 2
     # two all-reduces of 3 tokens * 4 elements * 2 bytes, each sending 2 * (2 - 1) / 2 of that
     talk = 2 * (3 * 4 * 2) * 1
     step = two.step_s(num_tokens=3, num_logit_rows=0, num_context_tokens=5, num_pairs=12)
@@ -102,11 +107,17 @@ def test_weights_that_do_not_fit_are_refused():
         Roofline(LLAMA, CHIPS["v5e"]).num_pages_that_fit(16)
 
 
-@pytest.mark.parametrize("num_chips", [0, -1, 3, 64])
-def test_chips_that_do_not_divide_the_heads_are_refused(num_chips):
-    with pytest.raises(
-        ConfigError, match=rf"num_chips must divide .* 32 query heads, got {num_chips}"
-    ):
+@pytest.mark.parametrize(
+    ("num_chips", "message"),
+    [
+        (0, "num_chips must be at least 1, got 0"),
+        (-1, "num_chips must be at least 1, got -1"),
+        (3, "num_chips must divide the model's 32 query heads, got 3"),
+        (64, "num_chips must divide the model's 32 query heads, got 64"),
+    ],
+)
+def test_chips_that_do_not_divide_the_heads_are_refused(num_chips, message):
+    with pytest.raises(ConfigError, match=message):
         Roofline(LLAMA, CHIPS["h100"], num_chips=num_chips)
 
 
@@ -120,3 +131,39 @@ def test_a_decode_step_is_bound_by_memory_and_a_chunk_by_arithmetic(name):
     chunk = roofline.slice_s(0, 2048) - roofline.overhead_s
     least = 2 * LLAMA.num_layer_matmul_params * 2048 / spec.peak_flops_per_s
     assert least < chunk < 1.1 * least
+
+
+def test_float32_and_8_bit_pages_change_bytes_and_peak():
+    plain = Roofline(TINY, UNIT, overhead_s=0.0)
+    full = Roofline(TINY, UNIT, dtype="float32", kv_cache_dtype="int8", overhead_s=0.0)
+    assert full.weight_bytes == 2 * plain.weight_bytes
+    assert full.page_bytes(16) == plain.page_bytes(16) // 2
+    sums = {"num_tokens": 3, "num_logit_rows": 1, "num_context_tokens": 5, "num_pairs": 12}
+    slow, fast = full.step_time(**sums), plain.step_time(**sums)
+    assert slow.compute_s == 4 * fast.compute_s  # a quarter of the peak
+    assert slow.weights_s == 2 * fast.weights_s
+    assert slow.kv_s == fast.kv_s / 2
+
+
+def test_the_parts_of_a_step_make_its_time():
+    slow_memory = Roofline(TINY, chip(peak_flops_per_s=1e12), overhead_s=0.25)
+    sums = {"num_tokens": 3, "num_logit_rows": 0, "num_context_tokens": 5, "num_pairs": 12}
+    time = slow_memory.step_time(**sums)
+    assert (time.weights_s, time.kv_s) == pytest.approx((2 * LAYER_PARAMS, KV_BYTES * 8))
+    assert time.bound_by == "weights"
+    assert time.step_s == pytest.approx(time.weights_s + time.kv_s + time.links_s + 0.25)
+    assert slow_memory.step_time(**sums | {"num_context_tokens": 10**4}).bound_by == "kv"
+    slow_chip = Roofline(TINY, chip(hbm_bytes_per_s=1e12), overhead_s=0.0).step_time(**sums)
+    assert slow_chip.bound_by == "compute"
+    assert slow_chip.step_s == slow_chip.compute_s
+
+
+def test_the_ridge_batch_is_the_ratio_of_the_peaks():
+    """Two operations and two bytes a weight and token: 197e12 / 819e9 = 240.5 tokens on a v5e."""
+    assert Roofline(LLAMA, CHIPS["v5e"]).ridge_batch == 241
+    assert Roofline(LLAMA, CHIPS["h100"]).ridge_batch == 296
+    assert Roofline(LLAMA, CHIPS["h100"], num_chips=8).ridge_batch == 296
+    at_ridge = Roofline(LLAMA, CHIPS["v5e"]).step_time(
+        num_tokens=241, num_logit_rows=241, num_context_tokens=0, num_pairs=0
+    )
+    assert 1 <= at_ridge.compute_s / at_ridge.weights_s < 1.005

@@ -19,6 +19,7 @@ from jaxserve.plan.models import ModelSpec
 from jaxserve.plan.roofline import Roofline
 from jaxserve.plan.simulate.contiguous import contiguous_max, contiguous_pow2
 from jaxserve.plan.traces import Trace
+from jaxserve.plan.work import PLANNED_DTYPES
 from jaxserve.schedule.build import build_scheduler
 from jaxserve.schedule.scheduler import Scheduler
 
@@ -41,9 +42,10 @@ class SimulationConfig:
         model: shapes.
         chip: what a chip can do.
         num_chips: tensor parallel over so many.
+        dtype: of weights and activations: "bfloat16" or "float32".
         scheduler: limits and policies of a step.
-        cache: page_size (None = 16), enable_prefix_caching, eviction and host_kv_gib; num_pages, None
-            = as many as the chips' memory holds at memory_utilization.
+        cache: page_size (None = 16), kv_cache_dtype, enable_prefix_caching, eviction and host_kv_gib;
+            num_pages, None = as many as the chips' memory holds at memory_utilization.
         unlimited_pages: as many pages as the whole trace could ever fill; cache.num_pages is None.
         max_model_len: most tokens of a request; None = those of the trace's longest.
         allocator: "paged", or one of the contiguous ones, which share nothing.
@@ -60,6 +62,7 @@ class SimulationConfig:
     model: ModelSpec
     chip: ChipSpec
     num_chips: int = 1
+    dtype: str = "bfloat16"
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     unlimited_pages: bool = False
@@ -70,7 +73,8 @@ class SimulationConfig:
     rate_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        for name, choices in (("allocator", ALLOCATORS), ("arrivals", ARRIVALS)):
+        choosable = {"allocator": ALLOCATORS, "arrivals": ARRIVALS, "dtype": PLANNED_DTYPES}
+        for name, choices in choosable.items():
             value = getattr(self, name)
             if value not in choices:
                 raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
@@ -128,7 +132,13 @@ def build_setup(config: SimulationConfig, trace: Trace) -> Setup:
         ConfigError: the model does not fit the chips, or a request does not fit the limits.
     """
     page_size = config.page_size
-    roofline = Roofline(config.model, config.chip, num_chips=config.num_chips)
+    roofline = Roofline(
+        config.model,
+        config.chip,
+        num_chips=config.num_chips,
+        dtype=config.dtype,
+        kv_cache_dtype=config.cache.kv_cache_dtype,
+    )
     _check_clock(config, trace)
     longest = _longest(config, trace)
     max_model_len = config.max_model_len or longest
