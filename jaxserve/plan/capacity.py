@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from jaxserve.config import CacheConfig
 from jaxserve.errors import ConfigError
 from jaxserve.model_config import ModelConfig
+from jaxserve.plan.models import ModelSpec
 from pallas_kernels.page_bytes import page_bytes
 
 GIB = 2**30
@@ -29,8 +30,20 @@ class PoolSize:
     reason: str
 
 
-def pool_page_bytes(model: ModelConfig, *, layout: str, page_size: int, dtype: str) -> int:
-    """Bytes of one page over all layers."""
+def pool_page_bytes(
+    model: ModelConfig | ModelSpec, *, layout: str, page_size: int, dtype: str
+) -> int:
+    """Bytes of one page over all layers, padding of the layout included.
+
+    Args:
+        model: with as many kv heads as the pool holds: of one chip's pool those of one chip.
+        layout: of the attention backend's pages.
+        page_size: tokens a page.
+        dtype: element type of the pages by its numpy name.
+
+    Raises:
+        ValueError: as `page_bytes`.
+    """
     one = page_bytes(layout, page_size, model.num_kv_heads, model.head_dim, dtype)
     return one * model.num_layers
 

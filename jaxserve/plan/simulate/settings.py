@@ -132,13 +132,7 @@ def build_setup(config: SimulationConfig, trace: Trace) -> Setup:
         ConfigError: the model does not fit the chips, or a request does not fit the limits.
     """
     page_size = config.page_size
-    roofline = Roofline(
-        config.model,
-        config.chip,
-        num_chips=config.num_chips,
-        dtype=config.dtype,
-        kv_cache_dtype=config.cache.kv_cache_dtype,
-    )
+    roofline = _roofline(config)
     _check_clock(config, trace)
     longest = _longest(config, trace)
     max_model_len = config.max_model_len or longest
@@ -193,6 +187,16 @@ def build_setup(config: SimulationConfig, trace: Trace) -> Setup:
         roofline=roofline,
         num_pages=None if config.unlimited_pages else num_pages,
         max_model_len=max_model_len,
+    )
+
+
+def _roofline(config: SimulationConfig) -> Roofline:
+    return Roofline(
+        config.model,
+        config.chip,
+        num_chips=config.num_chips,
+        dtype=config.dtype,
+        kv_cache_dtype=config.cache.kv_cache_dtype,
     )
 
 
