@@ -89,6 +89,8 @@ class Request:
             cache. 0 = all of the prompt.
         beam: decode it by beam search instead; `sampling_params` is then made from it and must not
             be given, nor hold.
+        sender: who sent it, where several share an engine: threads that compile grammars are shared out
+            between senders. Means nothing else; "" = nobody is told apart.
 
     Raises:
         InvalidRequestError: a field of the wrong type or out of range.
@@ -102,9 +104,11 @@ class Request:
     hold: bool = False
     prompt_logprobs_start: int = 0
     beam: BeamParams | None = None
+    sender: str = ""
 
     def __post_init__(self) -> None:
         require(isinstance(self.id, str), "id", self.id, "a text")
+        require(isinstance(self.sender, str), "sender", self.sender, "a text")
         params = self.sampling_params
         require(isinstance(params, SamplingParams), "sampling_params", params, "SamplingParams")
         object.__setattr__(self, "priority", plain(self.priority))

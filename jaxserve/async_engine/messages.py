@@ -63,6 +63,7 @@ class RequestMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
     priority: int
     cache_salt: CacheSalt | None
     prompt_logprobs_start: int
+    sender: str
 
 
 class StartedMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -155,6 +156,7 @@ def _encode_request(request: Request) -> bytes:
                 priority=request.priority,
                 cache_salt=request.cache_salt,  # type: ignore[arg-type] - tagged by Request
                 prompt_logprobs_start=min(request.prompt_logprobs_start, MAX_INT),
+                sender=request.sender,
             )
         )
     except (TypeError, OverflowError, UnicodeEncodeError) as error:
@@ -175,6 +177,7 @@ def _request(message: RequestMessage) -> Request:
         priority=message.priority,
         cache_salt=message.cache_salt,
         prompt_logprobs_start=message.prompt_logprobs_start,
+        sender=message.sender,
         **params,
     )
 

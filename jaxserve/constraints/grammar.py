@@ -13,6 +13,7 @@ Invariant: what a constraint allows depends on the output tokens alone. A sequen
 """
 
 import contextlib
+import hashlib
 import json
 import re
 import threading
@@ -25,12 +26,13 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
 from jaxserve.constraints.constraint import BITS, allow_only, clear_ids, ids_mask, num_words
-from jaxserve.constraints.grammar_check import LIMITS, check_grammar
+from jaxserve.constraints.grammar_check import LIMITS, CheckUndecided, check_grammar
 from jaxserve.constraints.json_schema import checked_schema
 from jaxserve.errors import ConstraintError, InvalidRequestError, shown
 from jaxserve.structured_outputs import NAME, TOO_COSTLY, StructuredOutputs
 
 MAX_COMPILED = 64  # grammars that are kept
+MAX_REFUSED = 1024  # grammars of which only is known that, and why, they are refused
 TIME_LIMIT_S = 5  # of CPU time, for compiling one that is not kept yet
 _JSON_OPTIONS: Any = {  # JsonCompileOptions, which the package defines for type checkers alone
     "item_separator": ", ?",
@@ -53,7 +55,8 @@ _OVERLAP = (
 
 
 class GrammarCompiler:
-    """Makes constraints for the requests of one checkpoint, and keeps the grammars it compiled.
+    """Makes constraints for the requests of one checkpoint, and keeps the grammars it compiled, and what it
+    refused: to ask again costs nothing.
 
     Made without cost: the tokenizer's tables (about a second for 49,152 tokens) are built for the
     first request that needs them. May be called from several threads.
@@ -83,6 +86,7 @@ class GrammarCompiler:
         self._time_limit_s = time_limit_s
         self._tokenizer: LLTokenizer | None = None
         self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()  # by last use
+        self._refused: OrderedDict[bytes, InvalidRequestError] = OrderedDict()  # by last use
         self._being_compiled: dict[tuple[str, str], Future[LLMatcher]] = {}
         self._one_at_a_time = threading.Lock()  # held for no longer than a look-up
         self._tables_lock = threading.Lock()
@@ -98,9 +102,10 @@ class GrammarCompiler:
         return GrammarConstraint(self._matcher(key).deep_copy(), self._end_ids, self._sampled)
 
     def has(self, wanted: StructuredOutputs) -> bool:
-        """Whether this grammar is kept: its next constraint costs nothing."""
+        """Whether this grammar is kept, or known to be refused: to ask for it costs nothing."""
+        key = (wanted.kind, _text_of(wanted))
         with self._one_at_a_time:
-            return (wanted.kind, _text_of(wanted)) in self._compiled
+            return key in self._compiled or _digest(key) in self._refused
 
     def load_tables(self) -> None:
         """Builds the tokenizer's tables now; does nothing where it cannot serve grammars."""
@@ -114,6 +119,10 @@ class GrammarCompiler:
             if matcher is not None:
                 self._compiled.move_to_end(key)
                 return matcher
+            refusal = self._refused.get(_digest(key))
+            if refusal is not None:
+                self._refused.move_to_end(_digest(key))
+                raise _again(refusal)
             future = self._being_compiled.get(key)
             is_first = future is None
             if future is None:
@@ -125,6 +134,11 @@ class GrammarCompiler:
         except BaseException as error:
             with self._one_at_a_time:
                 del self._being_compiled[key]
+                is_lasting = not isinstance(error.__cause__, CheckUndecided)
+                if isinstance(error, InvalidRequestError) and is_lasting:
+                    self._refused[_digest(key)] = _again(error)
+                    if len(self._refused) > MAX_REFUSED:
+                        self._refused.popitem(last=False)
             future.set_exception(error)
             raise
         with self._one_at_a_time:
@@ -139,7 +153,10 @@ class GrammarCompiler:
         tokenizer = self._loaded_tokenizer()
         grammar = _grammar(kind, text)
         if kind != "json_object":
-            wrong = check_grammar(grammar, self._time_limit_s)
+            try:
+                wrong = check_grammar(grammar, self._time_limit_s)
+            except CheckUndecided as error:
+                raise _unserved(field, str(error)) from error
             if wrong:
                 raise _unserved(field, wrong)
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
@@ -329,6 +346,16 @@ def _own_json(schema: object) -> str:
     except InvalidRequestError as error:
         raise _unserved(field, f"%json: {error.message}") from error
     return json.dumps({**checked, "x-guidance": _JSON_OPTIONS}, ensure_ascii=False)
+
+
+def _digest(key: tuple[str, str]) -> bytes:
+    """Of a grammar; far smaller than its text may be."""
+    return hashlib.sha256("\0".join(key).encode("utf-8", "surrogatepass")).digest()
+
+
+def _again(error: InvalidRequestError) -> InvalidRequestError:
+    """The same error, without where it was raised: that holds on to all that was there."""
+    return InvalidRequestError(error.message, param=error.param, code=error.code)
 
 
 def _unserved(field: str, reason: str) -> InvalidRequestError:

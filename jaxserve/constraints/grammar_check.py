@@ -34,6 +34,10 @@ LIMITS = LLParserLimits(
 )
 
 
+class CheckUndecided(Exception):
+    """Other work had the CPU for so long that nothing was found out about a grammar."""
+
+
 def check_grammar(grammar: str, time_limit_s: int) -> str:
     """Compiles a grammar in a process of its own.
 
@@ -44,6 +48,9 @@ def check_grammar(grammar: str, time_limit_s: int) -> str:
 
     Returns:
         What is wrong with it; empty if nothing is.
+
+    Raises:
+        CheckUndecided: it had less CPU time than that in all this time.
     """
     too_long = f"compiling it takes longer than {time_limit_s} s of CPU time"
     try:
@@ -55,7 +62,9 @@ def check_grammar(grammar: str, time_limit_s: int) -> str:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return too_long
+        raise CheckUndecided(
+            f"compiling it was not done in {PATIENCE * time_limit_s} s: other work has the CPU"
+        ) from None
     if done.returncode == -signal.SIGXCPU:
         return too_long
     if done.returncode != 0 or not done.stdout:

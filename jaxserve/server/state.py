@@ -240,6 +240,12 @@ class ServerState:
         value = hmac.new(digest, (own or "").encode("utf-8", "surrogatepass"), "sha256").hexdigest()
         return CacheSalt("api_key", value)
 
+    def sender(self, request: HttpRequest) -> str:
+        """Who sent a request, as far as senders are told apart: its key, else its address."""
+        if self.config.api_key_digests:
+            return request.state.api_key_digest.hex()
+        return "" if request.client is None else request.client.host
+
     def check_model(self, name: object) -> str:
         """The name that a reply carries, for what a request calls `model`; None = it named none.
 

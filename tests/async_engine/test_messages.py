@@ -141,6 +141,7 @@ def test_every_request_that_can_be_made_arrives_as_it_was(given_fields, priority
         sampling_params=SamplingParams(**given_fields),
         priority=priority,
         cache_salt=CacheSalt("api_key", "k") if salted else "mine",
+        sender="é" if salted else "",
     )
     assert decode(encode(AddRequest(request))) == AddRequest(request)
 
@@ -176,7 +177,7 @@ def test_what_has_no_bytes_is_refused():
 
 def test_a_request_that_its_own_class_refuses_is_told_so():
     bare = {"top_p": 7.0}
-    data = bytes([1]) + msgspec.msgpack.encode(["a", [1], bare, None, 0, None, 0])
+    data = bytes([1]) + msgspec.msgpack.encode(["a", [1], bare, None, 0, None, 0, ""])
     refused = decode(data)
     assert isinstance(refused, Refused)
     assert refused.param == "top_p"
@@ -193,8 +194,8 @@ def test_a_request_that_its_own_class_refuses_is_told_so():
         bytes([2]) + msgspec.msgpack.encode({}),
         bytes([3]) + msgspec.msgpack.encode({"number": 1, "kind": "exec"}),
         bytes([4]) + msgspec.msgpack.encode({"timeout_s": "1"}),
-        bytes([1]) + msgspec.msgpack.encode(["a", ["1"], None, None, 0, None, 0]),
-        bytes([1]) + msgspec.msgpack.encode(["a", [1], None, None, 0, None, 0, 1]),
+        bytes([1]) + msgspec.msgpack.encode(["a", ["1"], None, None, 0, None, 0, ""]),
+        bytes([1]) + msgspec.msgpack.encode(["a", [1], None, None, 0, None, 0, "", 1]),
         bytes([0]) + msgspec.msgpack.encode({"model": "a", "options": {}, "x": 1}),
     ],
 )

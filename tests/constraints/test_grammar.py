@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxserve.constraints import grammar, grammar_check
 from jaxserve.constraints.constraint import ids_mask, num_words
 from jaxserve.constraints.grammar import _LITERALS, GrammarCompiler, GrammarConstraint
 from jaxserve.errors import ConstraintError, InvalidRequestError
@@ -347,6 +348,37 @@ def test_grammars_are_kept_by_last_use(monkeypatch):
     small.constraint(same)
     small.constraint(StructuredOutputs(json=json.dumps({"type": "null"})))
     assert compiled[4:] == ['{"type":"null"}']
+
+
+def test_what_is_refused_once_is_refused_at_once(monkeypatch):
+    compiler = GrammarCompiler(TOKENIZER.to_str(), end_ids=[END], vocab_size=V)
+    asked = []
+    check = grammar.check_grammar
+    monkeypatch.setattr(grammar, "check_grammar", lambda *a: (asked.append(a[0]), check(*a))[1])
+    monkeypatch.setattr(grammar, "MAX_REFUSED", 2)
+    words = set()
+    for regex in ("(", "[", "(", "*", "(", "["):  # "[" has made room for "*"
+        wanted = StructuredOutputs(regex=regex)
+        is_known = compiler.has(wanted)
+        with pytest.raises(InvalidRequestError, match="cannot be served") as caught:
+            compiler.constraint(wanted)
+        assert compiler.has(wanted)
+        assert is_known == (regex == "(" and len(asked) > 1)
+        if regex == "(":
+            words.add((caught.value.message, caught.value.param))
+    assert len(asked) == 4
+    assert len(words) == 1
+
+
+def test_what_was_not_found_out_is_tried_again(monkeypatch):
+    compiler = GrammarCompiler(TOKENIZER.to_str(), end_ids=[END], vocab_size=V)
+    monkeypatch.setattr(grammar_check, "PATIENCE", 0)
+    wanted = StructuredOutputs(regex="abc")
+    with pytest.raises(InvalidRequestError, match="not done in 0 s: other work has the CPU"):
+        compiler.constraint(wanted)
+    assert not compiler.has(wanted)
+    monkeypatch.undo()
+    assert compiler.constraint(wanted)
 
 
 def test_sequences_of_one_grammar_do_not_see_each_other():

@@ -204,6 +204,26 @@ def test_keys_share_no_cached_pages():
     asyncio.run(check())
 
 
+def test_senders_are_told_apart_by_key_else_by_address():
+    """A client's own salt changes nothing about who it is."""
+
+    async def senders(keys, headers) -> list[str]:
+        async with serving(api_key_digests=[key_digest(key) for key in keys]) as http:
+            for own, header in itertools.product(("a", "b"), headers):
+                body = {"prompt": [5, 6, 7], "max_tokens": 1, "cache_salt": own}
+                await http.post("/v1/completions", json=body, headers=header)
+            return [request.sender for request in http.requests]
+
+    async def check():
+        bearers = [{"Authorization": f"Bearer {key}"} for key in (KEY, OTHER)]
+        found = await senders((KEY, OTHER), bearers)
+        assert found[:2] == found[2:]
+        assert len(set(found)) == 2
+        assert await senders((), [{}]) == ["127.0.0.1"] * 2
+
+    asyncio.run(check())
+
+
 def test_one_key_has_no_salt():
     async def check():
         async with serving(api_key_digests=[key_digest(KEY)]) as http:

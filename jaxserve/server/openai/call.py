@@ -161,13 +161,17 @@ class Call:
         raise NotImplementedError
 
     def requests(
-        self, prompts: Sequence[Sequence[int]], cache_salt: CacheSalt | str | None
+        self,
+        prompts: Sequence[Sequence[int]],
+        cache_salt: CacheSalt | str | None,
+        sender: str = "",
     ) -> list[Request]:
         """What to ask of the engine, a request a prompt.
 
         Args:
             prompts: of `encode`.
             cache_salt: what separates their cached pages from others.
+            sender: as in `Request`.
 
         Raises:
             InvalidRequestError: a field is at fault.
@@ -179,23 +183,24 @@ class Call:
                 sampling_params=self.params,
                 priority=self.priority,
                 cache_salt=cache_salt,
+                sender=sender,
             )
             for number, prompt in enumerate(prompts)
         ]
 
-    def prepare(self, cache_salt: CacheSalt | str | None) -> "PreparedCall":
+    def prepare(self, cache_salt: CacheSalt | str | None, sender: str = "") -> "PreparedCall":
         """All that is needed to carry it out; takes time, and runs in a thread.
 
         What the engine would refuse is refused here, before it is sent: its time is everybody's.
 
         Args:
-            cache_salt: as in `requests`.
+            cache_salt, sender: as in `requests`.
 
         Raises:
             InvalidRequestError: a prompt or a field is at fault.
         """
         prompts = self.encode()
-        requests = self.requests(prompts, cache_salt)
+        requests = self.requests(prompts, cache_salt, sender)
         for request, prompt in zip(requests, prompts, strict=True):
             self.served.model.limits.output_budget(request, prompt)
         self._check_told(sum(map(len, prompts)))

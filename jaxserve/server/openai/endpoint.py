@@ -116,7 +116,9 @@ class Endpoint:
         place = state.admit(request, num_sequences=count_sequences(holder[0]))
         call = await self._understood(holder.pop())
         salt = state.cache_salt(request, call.cache_salt)
-        prompts, requests, reply = await state.encoder.run(call.prepare, salt)
+        prompts, requests, reply = await state.encoder.run(
+            call.prepare, salt, state.sender(request)
+        )
         place.count_tokens(sum(map(len, prompts)))
         parts = merged([state.generate(request, one, place) for one in requests])
         async with contextlib.aclosing(parts):
