@@ -7,7 +7,6 @@ Called by `LLM`, and by `from_params.build_engine` for those who embed the engin
 import dataclasses
 import logging
 import time
-from concurrent.futures import Future
 from dataclasses import dataclass
 
 import jax
@@ -25,18 +24,19 @@ from jaxserve.device.choices import (
 )
 from jaxserve.device.dtypes import resolve_dtype, resolve_kv_dtype
 from jaxserve.device.executor import DeviceExecutor
-from jaxserve.device.params import put_params
+from jaxserve.device.params import put_param, put_params
 from jaxserve.device.programs import lower_traced
 from jaxserve.device.step_shapes import StepShapes
 from jaxserve.engine import Engine
 from jaxserve.errors import ConfigError, shown
 from jaxserve.model.kv_scales import KVScales
-from jaxserve.model.registry import Params, build_model
+from jaxserve.model.registry import ModelFunctions, Params, build_model
 from jaxserve.model_config import ModelConfig
 from jaxserve.plan.capacity import PoolSize
 from jaxserve.schedule.buckets import Buckets
 from jaxserve.schedule.build import build_scheduler
 from jaxserve.weights.load_model import LoadedModel
+from jaxserve.weights.param_stream import ParamStream
 from pallas_kernels import dispatch
 from pallas_kernels.ragged_paged_attention.layout import is_8bit
 
@@ -84,8 +84,7 @@ def build_loaded(
     max_model_len = _resolve_max_model_len(config, loaded.config)
     shapes, explanation = _choose_shapes(config, loaded, max_model_len)
     model = shapes.model
-    given = loaded.params.result() if isinstance(loaded.params, Future) else loaded.params
-    params = put_params(given, model.abstract_params, own=own, pack=model.packs)
+    params = _params_on_device(loaded, model, own)
     kv_scales = _kv_scales(config, loaded, params, shapes.dtype)
     load_s = loaded.load_s + time.monotonic() - begin
 
@@ -133,6 +132,15 @@ def _refuse_many_devices(parallel: ParallelConfig) -> None:
     for name in ("tensor_parallel_size", "data_parallel_size"):
         if getattr(parallel, name) > 1:
             raise ConfigError(f"{name} must be 1, got {getattr(parallel, name)}")
+
+
+def _params_on_device(loaded: LoadedModel, model: ModelFunctions, own: bool) -> Params:
+    """Those of a checkpoint one after the other, so that the host never holds all of them beside it."""
+    if not isinstance(loaded.params, ParamStream):
+        return put_params(loaded.params, model.abstract_params, own=own, pack=model.packs)
+    in_place = model.packs or jax.default_backend() == "cpu"
+    read = loaded.params.take(None if in_place else put_param)
+    return put_params(read, model.abstract_params, pack=model.packs, consume=True)
 
 
 def _choose_shapes(

@@ -16,8 +16,20 @@ from jaxserve.model.packed import pack_params
 from jaxserve.model.registry import Params
 
 
+def put_param(path: tuple[str | int, ...], array: np.ndarray) -> jax.Array:
+    """One parameter on the default device, complete: its host memory is free again. What places a
+    `weights.param_stream.ParamStream` where the device has memory of its own.
+    """
+    return jax.block_until_ready(jax.device_put(array))
+
+
 def put_params(
-    params: object, abstract: Params, *, own: bool = False, pack: bool = False
+    params: object,
+    abstract: Params,
+    *,
+    own: bool = False,
+    pack: bool = False,
+    consume: bool = False,
 ) -> Params:
     """The tree as plain dicts, every leaf on the device.
 
@@ -29,13 +41,17 @@ def put_params(
             the CPU they are used in place: a mapped checkpoint is not copied.
         pack: pack the matrices (`model.packed`). What is packed is a copy, so for arrays that are on
             the device already the caller's come on top.
+        consume: `params` is a dict that nobody else needs, and is empty afterwards: each matrix is
+            dropped once it is packed.
 
     Raises:
         ConfigError: a leaf that is missing, superfluous, or of another shape or dtype; it is named.
     """
     checked = _checked(params, abstract, "params")
+    if consume and isinstance(params, dict):
+        params.clear()
     if pack:
-        checked = pack_params(checked)
+        checked = pack_params(checked, consume=True)  # from a tree of our own
     return _put(checked, own)
 
 

@@ -29,14 +29,16 @@ def is_packed(tree: Mapping[str, Any]) -> bool:
     return "packed" in (tree["attn"]["o"] if "attn" in tree else tree)
 
 
-def pack_params(params: Mapping[str, Any]) -> dict[str, Any]:
+def pack_params(params: Mapping[str, Any], *, consume: bool = False) -> dict[str, Any]:
     """Params with the matrices of every layer and of the head packed; all else is shared. A tied head
     becomes one of its own: the embedding is read by rows, the head by panels.
 
     Args:
         params: as `model.llama` describes them.
+        consume: take the projections of the layers out of `params` as they are packed, so that all
+            of them plain and all of them packed are never held together.
     """
-    layers = {i: pack_layer(one) for i, one in params["layers"].items()}
+    layers = {i: pack_layer(one, consume=consume) for i, one in params["layers"].items()}
     head = params.get("lm_head") or {"kernel": _turned(params["embed"]["embedding"])}
     return {**params, "layers": layers, "lm_head": pack_linear([head])}
 
@@ -48,12 +50,13 @@ def _turned(embedding: Any) -> Any:
     return np.asarray(embedding).T
 
 
-def pack_layer(layer: Mapping[str, Any]) -> dict[str, Any]:
+def pack_layer(layer: Mapping[str, Any], *, consume: bool = False) -> dict[str, Any]:
     """A layer's params with the projections of `PACKED`; all else is shared.
 
     Args:
         layer: {"attn": {q, k, v, o}, "mlp": {gate, up, down}, ...} of numpy arrays, arrays on a
             device, or abstract arrays; each projection {"kernel": [in, out], "bias": [out] or not}.
+        consume: take them out of `layer`.
 
     Returns:
         {"attn": {qkv, o}, "mlp": {gate_up, down}, ...}, each {"packed": [P, in, 64], "bias": [out] or
@@ -63,6 +66,8 @@ def pack_layer(layer: Mapping[str, Any]) -> dict[str, Any]:
     for module, name, parts in PACKED:
         make = pack_swiglu if name == "gate_up" else pack_linear
         packed.setdefault(module, {})[name] = make([layer[module][part] for part in parts])
+        for part in parts if consume else ():
+            del layer[module][part]
     return packed
 
 

@@ -14,6 +14,7 @@ are not served yet.
 
 import math
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ class GGUFSource:
                 # that name.
                 self._tensors[hf_name_of_gguf(name) or name] = tensor
 
-    @property
+    @cached_property
     def infos(self) -> Mapping[str, TensorInfo]:
         """Every tensor by Hugging Face name."""
         return {
@@ -90,18 +91,23 @@ class GGUFSource:
                 dtype=tensor.kind.name,
                 shape=tensor.shape,
                 readable=tensor.kind.name in READABLE,
+                block_rows=self._head_rows(name) or 1,
             )
             for name, tensor in self._tensors.items()
         }
 
-    def read(self, name: str) -> np.ndarray:
-        """One tensor in f32, rows of q and k in Hugging Face order."""
-        tensor = self._tensors[name]
-        array = _floats(self._file, tensor)
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> np.ndarray:
+        """Rows in f32, those of q and k in Hugging Face order: of whole heads, so."""
+        array = _floats(self._file, self._tensors[name], begin, end)
+        head_rows = self._head_rows(name)
+        return undo_interleave(array, len(array) // head_rows) if head_rows else array
+
+    def _head_rows(self, name: str) -> int | None:
+        """Rows of a head, if those of this tensor are interleaved."""
         module = name.split(".")[-2] if "." in name else ""
-        if self._interleaved and module in self._num_heads:
-            array = undo_interleave(array, self._num_heads[module])
-        return array
+        if not self._interleaved or module not in self._num_heads:
+            return None
+        return self._tensors[name].shape[0] // self._num_heads[module]
 
 
 def undo_interleave(array: np.ndarray, num_heads: int) -> np.ndarray:
@@ -110,16 +116,24 @@ def undo_interleave(array: np.ndarray, num_heads: int) -> np.ndarray:
     return pairs.swapaxes(1, 2).reshape(array.shape)
 
 
-def _floats(file: GGUFFile, tensor: GGUFTensor) -> np.ndarray:
+def _floats(
+    file: GGUFFile, tensor: GGUFTensor, begin: int = 0, end: int | None = None
+) -> np.ndarray:
     if tensor.kind.name not in READABLE:
         raise CheckpointError(
             f"{file.path}: tensor {tensor.name!r}: dtype must be one of {', '.join(sorted(READABLE))},"
             f" found {tensor.kind.name}"
         )
-    num_rows = math.prod(tensor.shape[:-1])
-    joined = _rows_to_join(num_rows, tensor.shape[-1])
-    rows = file.raw(tensor).reshape(num_rows // joined, -1)
-    return dequantize(rows, tensor.kind).reshape(tensor.shape)
+    *outer, row_length = tensor.shape
+    raw = file.raw(tensor).reshape(math.prod(outer), -1)  # blocks never straddle rows
+    if not outer:  # a bias or a norm: its elements are the rows
+        return dequantize(raw, tensor.kind).reshape(row_length)[begin:end]
+    stride = math.prod(outer[1:])
+    begin, end, _ = slice(begin, end).indices(outer[0])
+    raw, outer[0] = raw[begin * stride : end * stride], max(0, end - begin)
+    joined = _rows_to_join(len(raw), row_length)
+    rows = raw.reshape(len(raw) // joined, -1)
+    return dequantize(rows, tensor.kind).reshape(*outer, row_length)
 
 
 def _rows_to_join(num_rows: int, row_length: int) -> int:

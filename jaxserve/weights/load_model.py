@@ -6,19 +6,19 @@ jax, so that weights can be read while the modules of the device layer are still
 
 import time
 from collections.abc import Iterable, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass, field
-from threading import Thread
 from typing import Any
+
+import jax
 
 from jaxserve.config import EngineConfig
 from jaxserve.device.dtypes import resolve_dtype
 from jaxserve.model.kv_scales import GivenKVScales
 from jaxserve.model_config import ModelConfig
 from jaxserve.text.tokenizer import Tokenizer
-from jaxserve.weights.checkpoint import Checkpoint
 from jaxserve.weights.kv_scales import load_kv_scales
-from jaxserve.weights.loader import check_tensors, open_checkpoint, read_params, resolve_model
+from jaxserve.weights.loader import check_tensors, open_checkpoint, resolve_model
+from jaxserve.weights.param_stream import ParamStream
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class LoadedModel:
     Args:
         config: shapes and constants.
         params: nested dict of arrays as `model.llama` describes it, numpy or already on the device;
-            or a future of it, which `build_loaded` waits for.
+            or the stream of them, which `build_loaded` takes and places.
         tokenizer: None serves token ids only.
         eos_token_ids: the end set: generation_config, config and tokenizer together.
         generation_config: the object of generation_config.json, {} when there is none; what
@@ -40,7 +40,7 @@ class LoadedModel:
     """
 
     config: ModelConfig
-    params: dict[str, Any] | Future[dict[str, Any]]
+    params: dict[str, Any] | ParamStream
     tokenizer: Tokenizer | None = None
     eos_token_ids: Iterable[int] = ()
     generation_config: Mapping[str, Any] = field(default_factory=dict)
@@ -55,8 +55,8 @@ def load_model(model: str, config: EngineConfig, *, wait: bool = True) -> Loaded
     Args:
         model: which one.
         config: settings; the dtype is that of the weights.
-        wait: for the weights; else `params` is a future of them. What headers can tell is checked
-            before this returns either way.
+        wait: for the weights, in host memory; else `params` is a stream of them that has begun. What
+            headers can tell is checked before this returns either way.
 
     Raises:
         CheckpointError: not found, damaged, or a model that is not served.
@@ -64,7 +64,8 @@ def load_model(model: str, config: EngineConfig, *, wait: bool = True) -> Loaded
     begin = time.monotonic()
     checkpoint = open_checkpoint(resolve_model(model))
     model_config = check_tensors(checkpoint)
-    params = _begin_reading(checkpoint, model_config, resolve_dtype(config.dtype))
+    dtype = resolve_dtype(config.dtype)
+    params = ParamStream(checkpoint, model_config, dtype, bounded=not wait and _is_bounded(config))
     tokenizer = None  # made while the weights are read
     if checkpoint.tokenizer_json is not None:
         tokenizer = Tokenizer(
@@ -76,7 +77,7 @@ def load_model(model: str, config: EngineConfig, *, wait: bool = True) -> Loaded
         eos_token_ids |= set(tokenizer.eos_token_ids)
     return LoadedModel(
         config=model_config,
-        params=params.result() if wait else params,
+        params=params.take() if wait else params,
         tokenizer=tokenizer,
         eos_token_ids=sorted(eos_token_ids),
         generation_config=checkpoint.generation_config,
@@ -85,19 +86,8 @@ def load_model(model: str, config: EngineConfig, *, wait: bool = True) -> Loaded
     )
 
 
-def _begin_reading(
-    checkpoint: Checkpoint, config: ModelConfig, dtype: Any
-) -> Future[dict[str, Any]]:
-    """Reads every parameter in a thread of its own, which ends with the process: whoever stops a start
-    does not wait for the weights.
-    """
-    future: Future[dict[str, Any]] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(read_params(checkpoint, config, dtype))
-        except BaseException as error:  # noqa: BLE001 - raised again by whoever waits
-            future.set_exception(error)
-
-    Thread(target=run, name="weights", daemon=True).start()
-    return future
+def _is_bounded(config: EngineConfig) -> bool:
+    """Whether weights leave host memory again: they do, but for one device that is the CPU itself."""
+    parallel = config.parallel
+    several = parallel.tensor_parallel_size * parallel.data_parallel_size > 1
+    return several or jax.default_backend() != "cpu"

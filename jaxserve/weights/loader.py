@@ -1,8 +1,8 @@
 """From a name to parameters: `resolve_model` -> `open_checkpoint` -> `load_params`.
 
 Called by `load_model`, `fetch` and the tests. Everything a header can tell (missing, unknown, wrong
-shape, wrong dtype) is checked before the first weight is read; then tensors stream through, a few
-at a time, each by its own thread.
+shape, wrong dtype) is checked before the first weight is read; then tensors stream through
+(`param_stream`).
 
 Invariant: every parameter of the model is assigned exactly once, from a tensor of the right name,
 shape and kind.
@@ -10,10 +10,7 @@ shape and kind.
 
 import dataclasses
 import logging
-import os
-from collections import deque
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +30,10 @@ from jaxserve.weights.manifest import (
     manifest_names,
 )
 from jaxserve.weights.name_maps import ParamSpec
+from jaxserve.weights.param_stream import ParamStream
 
 _LOG = logging.getLogger(__name__)
 _MAX_LISTED_NAMES = 20  # in an error message
-_MAX_READERS = 8  # threads, each with one tensor at a time: what a quantised one takes in between
-_ALIGNMENT = 64  # bytes; XLA uses a buffer of the host in place where it begins at a multiple
 _COMPARE_ROWS = (
     4096  # rows of the embedding compared at a time, so that a big head is never held twice
 )
@@ -165,56 +161,7 @@ def load_params(
     config = check_tensors(checkpoint)
     if abstract is not None:
         _check_tree(abstract, name_maps.param_specs(config))
-    return read_params(checkpoint, config, dtype), config
-
-
-def read_params(checkpoint: Checkpoint, config: ModelConfig, dtype: Any) -> dict[str, Any]:
-    """The second half of `load_params`.
-
-    Args:
-        checkpoint, dtype: as there.
-        config: from `check_tensors`.
-    """
-    dtype = np.dtype(dtype)
-    num_readers = min(_MAX_READERS, os.cpu_count() or 1)
-    params: dict[Any, Any] = {}
-    under_way: deque[tuple[ParamSpec, Future[np.ndarray]]] = deque()
-
-    def read(spec: ParamSpec) -> np.ndarray:
-        array = checkpoint.source.read(spec.name)
-        return _aligned_copy(array.T if spec.transpose else array, dtype)
-
-    def place() -> None:
-        spec, array = under_way.popleft()
-        node = params
-        for key in spec.path[:-1]:
-            node = node.setdefault(key, {})
-        node[spec.path[-1]] = array.result()
-
-    with ThreadPoolExecutor(num_readers) as readers:
-        for spec in name_maps.param_specs(config):
-            if (
-                len(under_way) == 2 * num_readers
-            ):  # no more: a start that is stopped waits for these
-                place()
-            under_way.append((spec, readers.submit(read, spec)))
-        while under_way:
-            place()
-    return params
-
-
-def _aligned_copy(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """The same values in memory of our own, in C order.
-
-    A copy even where nothing changes: a view of the mapped file would fault if the file were cut
-    under it.
-    """
-    num_bytes = array.size * dtype.itemsize
-    memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
-    begin = -memory.ctypes.data % _ALIGNMENT
-    copy = memory[begin : begin + num_bytes].view(dtype).reshape(array.shape)
-    np.copyto(copy, array, casting="unsafe")
-    return copy
+    return ParamStream(checkpoint, config, dtype).take(), config
 
 
 def check_tensors(checkpoint: Checkpoint) -> ModelConfig:
@@ -228,12 +175,12 @@ def check_tensors(checkpoint: Checkpoint) -> ModelConfig:
         CheckpointError: a tensor is missing, unknown, of the wrong shape or of an unreadable dtype.
     """
     config = _effective_config(checkpoint)
-    specs = name_maps.param_specs(config)
+    specs = checkpoint.param_specs(config)
     for spec in specs:
         _check_one(checkpoint, spec)
-    known = {spec.name for spec in specs} | (
-        {name_maps.HEAD} if config.tie_word_embeddings else set()
-    )
+    known = {spec.name for spec in specs}
+    if config.tie_word_embeddings:
+        known.add(_head_and_embedding(checkpoint)[0].name)
     for name, info in checkpoint.source.infos.items():
         scaled = name_maps.kv_scale_parts(name)  # read by `kv_scales.load_kv_scales`, or by nobody
         if scaled is not None and scaled[0] < config.num_layers:
@@ -248,37 +195,52 @@ def check_tensors(checkpoint: Checkpoint) -> ModelConfig:
 
 def _effective_config(checkpoint: Checkpoint) -> ModelConfig:
     """The checkpoint's config, but untied where the file holds a head of its own that differs."""
-    config, infos = checkpoint.config, checkpoint.source.infos
-    if not config.tie_word_embeddings or name_maps.HEAD not in infos:
+    config = checkpoint.config
+    pair = _head_and_embedding(checkpoint)
+    if not config.tie_word_embeddings or pair[0].name not in checkpoint.source.infos:
         return config
-    untied = dataclasses.replace(config, tie_word_embeddings=False)
-    for spec in name_maps.param_specs(untied):
-        if spec.name in (name_maps.HEAD, name_maps.EMBEDDING):
-            _check_one(checkpoint, spec)
-    head = checkpoint.source.read(name_maps.HEAD)
-    embedding = checkpoint.source.read(name_maps.EMBEDDING)
-    for row in range(0, len(head), _COMPARE_ROWS):
-        rows = slice(row, row + _COMPARE_ROWS)
-        if not np.array_equal(head[rows], embedding[rows]):
-            _LOG.warning(
-                "%s: tie_word_embeddings is true, but the stored %s differs from %s; the stored head is used",
-                checkpoint.path,
-                name_maps.HEAD,
-                name_maps.EMBEDDING,
-            )
-            return untied
-    return config
+    for spec in pair:
+        _check_one(checkpoint, spec)
+    if _is_equal(checkpoint, *pair):
+        return config
+    _LOG.warning(
+        "%s: tie_word_embeddings is true, but the stored %s differs from %s; the stored head is used",
+        checkpoint.path,
+        *(spec.name for spec in pair),
+    )
+    return dataclasses.replace(config, tie_word_embeddings=False)
+
+
+def _head_and_embedding(checkpoint: Checkpoint) -> list[ParamSpec]:
+    """The head of an untied model, and the embedding."""
+    untied = dataclasses.replace(checkpoint.config, tie_word_embeddings=False)
+    specs = {spec.path: spec for spec in checkpoint.param_specs(untied)}
+    return [specs[name_maps.HEAD_PATH], specs[name_maps.EMBEDDING_PATH]]
+
+
+def _is_equal(checkpoint: Checkpoint, head: ParamSpec, embedding: ParamSpec) -> bool:
+    read = checkpoint.source.read
+    if checkpoint.holds_params:  # the head lies there as it multiplies, [E, V]
+        return np.array_equal(read(head.name).T, read(embedding.name))
+    return all(
+        np.array_equal(
+            read(head.name, row, row + _COMPARE_ROWS),
+            read(embedding.name, row, row + _COMPARE_ROWS),
+        )
+        for row in range(0, head.shape[0], _COMPARE_ROWS)
+    )
 
 
 def _check_one(checkpoint: Checkpoint, spec: ParamSpec) -> None:
     info = checkpoint.source.infos.get(spec.name)
     if info is None:
         raise CheckpointError(
-            f"{checkpoint.path}: tensor {spec.name!r} is missing, expected shape {list(spec.shape)}"
+            f"{checkpoint.path}: tensor {spec.name!r} is missing, expected shape {list(spec.stored_shape)}"
         )
-    if info.shape != spec.shape:
+    if info.shape != spec.stored_shape:
         raise CheckpointError(
-            f"{info.file}: tensor {spec.name!r}: expected shape {list(spec.shape)}, found {list(info.shape)}"
+            f"{info.file}: tensor {spec.name!r}: expected shape {list(spec.stored_shape)},"
+            f" found {list(info.shape)}"
         )
     if not info.readable:
         raise CheckpointError(

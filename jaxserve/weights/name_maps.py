@@ -44,6 +44,8 @@ _IN_LAYER = re.compile(r"model\.layers\.(0|[1-9]\d*)\.(.+)")
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
+EMBEDDING_PATH = ("embed", "embedding")
+HEAD_PATH = ("lm_head", "kernel")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,17 +57,35 @@ class ParamSpec:
         path: keys into the params tree; layer keys are ints.
         shape: as stored, that is [out, in] for a projection.
         transpose: whether the tree holds it transposed ([in, out]).
+        first_row: where it begins in the stored tensor, for one of several that are stored as one.
+        stored_rows: rows of that stored tensor; None = those of this parameter alone.
     """
 
     name: str
     path: tuple[str | int, ...]
     shape: tuple[int, ...]
     transpose: bool = False
+    first_row: int = 0
+    stored_rows: int | None = None
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape of the stored tensor, in which this parameter may be a run of rows."""
+        return self.shape if self.stored_rows is None else (self.stored_rows, *self.shape[1:])
 
     @property
     def tree_shape(self) -> tuple[int, ...]:
         """The shape in the params tree."""
         return self.shape[::-1] if self.transpose else self.shape
+
+    def as_param(self) -> "ParamSpec":
+        """The same parameter in a file that holds the params tree itself."""
+        return ParamSpec(name=param_name(self.path), path=self.path, shape=self.tree_shape)
+
+
+def param_name(path: tuple[str | int, ...]) -> str:
+    """A path in the params tree as a name: "layers/0/attn/q/kernel"."""
+    return "/".join(str(key) for key in path)
 
 
 def param_specs(config: ModelConfig) -> list[ParamSpec]:

@@ -15,6 +15,7 @@ Source: the safetensors format, https://github.com/huggingface/safetensors#forma
 """
 
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -197,18 +198,23 @@ class SafetensorsSource:
         """Every stored tensor by name."""
         return self._infos
 
-    def read(self, name: str) -> np.ndarray:
-        """A read-only view of the mapped file, in the stored dtype (f32, f16 or bf16)."""
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> np.ndarray:
+        """Rows as a read-only view of the mapped file, in the stored dtype (f32, f16 or bf16)."""
         path, entry = self._entries[name]
         if entry.dtype not in _READABLE:
             raise CheckpointError(
                 f"{path}: tensor {name!r}: dtype must be one of {self.readable_dtypes}, found {entry.dtype}"
             )
-        if entry.begin == entry.end:
-            return np.zeros(entry.shape, _READABLE[entry.dtype])
-        length = entry.end - entry.begin
-        raw = np.memmap(path, np.uint8, mode="r", offset=entry.begin, shape=(length,))
-        return np.asarray(raw).view(_READABLE[entry.dtype]).reshape(entry.shape)
+        dtype, shape, offset = _READABLE[entry.dtype], entry.shape, entry.begin
+        if shape:
+            begin, end, _ = slice(begin, end).indices(shape[0])
+            row_bytes = dtype.itemsize * math.prod(shape[1:])
+            shape, offset = (max(0, end - begin), *shape[1:]), entry.begin + begin * row_bytes
+        length = dtype.itemsize * math.prod(shape)
+        if length == 0:
+            return np.zeros(shape, dtype)
+        raw = np.memmap(path, np.uint8, mode="r", offset=offset, shape=(length,))
+        return np.asarray(raw).view(dtype).reshape(shape)
 
 
 def find_shards(directory: Path) -> SafetensorsSource:

@@ -231,7 +231,10 @@ class _Fixed:
 
     def __init__(self, tensors: dict[str, np.ndarray]):
         self.infos: dict = dict.fromkeys(tensors)
-        self.read = tensors.__getitem__
+        self._tensors = tensors
+
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> np.ndarray:
+        return self._tensors[name][begin:end]
 
 
 @pytest.mark.parametrize("kind", sorted(READABLE))

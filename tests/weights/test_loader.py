@@ -126,10 +126,10 @@ def test_a_fault_in_one_of_many_readers_is_raised(random_llama, monkeypatch):
     checkpoint = open_checkpoint(random_llama)
     read = checkpoint.source.read
 
-    def fail(name: str) -> np.ndarray:
+    def fail(name: str, begin: int = 0, end: int | None = None) -> np.ndarray:
         if name == GATE:
             raise CheckpointError(f"tensor {name!r} went away")
-        return read(name)
+        return read(name, begin, end)
 
     monkeypatch.setattr(checkpoint.source, "read", fail)
     with pytest.raises(CheckpointError, match="went away"):
