@@ -5,10 +5,13 @@
 - `make_script`: a bigram model that greedily says a fixed text.
 - `make_random_llama`: random weights wide enough that every context token matters; compare with
   `numpy_llama`.
+- `make_random_model`: the same for a model of any family, each tensor drawn by its name alone, so that
+  `scripts/make_oracles` can give the same weights to transformers' own model.
 """
 
 import itertools
 import math
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ import numpy as np
 
 from jaxserve.hf_config.read import read_hf_config
 from jaxserve.weights.hf_directory import write_hf_directory
-from jaxserve.weights.name_maps import ParamSpec, param_specs
+from jaxserve.weights.name_maps import ParamSpec, param_specs, stored_shapes
 
 SCRIPT_LOGIT = 30.0  # all others are 0, so the next token's probability is 1 - vocab * 1e-13
 
@@ -149,6 +152,94 @@ def make_random_llama(
     write_hf_directory(
         directory, hf_config, {k: v.astype(dtype) for k, v in tensors.items()}, **files
     )
+    return directory
+
+
+# model_type -> what its config.json has beside `_hf_config`'s sizes. Small numbers, so that windows, bands
+# and layers without rope all show within a few tokens.
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"architectures": ["LlamaForCausalLM"], "attention_bias": False, "mlp_bias": False},
+    "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": None},
+    "ministral": {
+        "architectures": ["MinistralForCausalLM"],
+        "sliding_window": None,
+        "head_dim": 16,
+    },
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "attention_bias": False},
+    "smollm3": {"architectures": ["SmolLM3ForCausalLM"], "tie_word_embeddings": True},
+    "phi3": {"architectures": ["Phi3ForCausalLM"], "sliding_window": None},
+    "granite": {"architectures": ["GraniteForCausalLM"], "attention_bias": False},
+    "seed_oss": {"architectures": ["SeedOssForCausalLM"], "head_dim": 16},
+}
+
+
+def family_config(model_type: str, **changes: Any) -> dict[str, Any]:
+    """The config.json of a tiny model: 4 layers, 4 query and 2 kv heads of 16, 96 tokens.
+
+    Args:
+        model_type: of which family.
+        changes: keys to add or replace.
+    """
+    base = {
+        "model_type": model_type,
+        "vocab_size": 96,
+        "hidden_size": 64,
+        "intermediate_size": 80,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "torch_dtype": "float32",
+    }
+    return base | _FAMILIES[model_type] | changes
+
+
+def draw_tensor(name: str, shape: Sequence[int], seed: int, initializer_range: float) -> np.ndarray:
+    """A tensor of a random model, f32, by its name: norms near 1, biases as large as what they are
+    added to (so that dropping one shows), all else normal with `initializer_range`.
+    """
+    rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
+    noise = rng.standard_normal(tuple(shape), np.float32)
+    if name.endswith(".bias"):
+        return noise
+    noise *= np.float32(initializer_range)
+    return noise + 1 if "norm" in name else noise
+
+
+def random_tensors(
+    hf_config: Mapping[str, Any], *, seed: int = 0, initializer_range: float = 0.2
+) -> dict[str, np.ndarray]:
+    """Every stored tensor of a model by Hugging Face name, from `draw_tensor`."""
+    config = read_hf_config(hf_config, None, "test config")
+    return {
+        name: draw_tensor(name, shape, seed, initializer_range)
+        for name, shape in stored_shapes(config).items()
+    }
+
+
+def make_random_model(
+    directory: Path,
+    hf_config: Mapping[str, Any],
+    *,
+    seed: int = 0,
+    initializer_range: float = 0.2,
+    **files: Any,
+) -> Path:
+    """Writes `random_tensors` of a config.json (see `family_config`) in f32.
+
+    Args:
+        files: passed on to `write_hf_directory` (tokenizer_json, max_shard_bytes, ...).
+    """
+    tensors = random_tensors(hf_config, seed=seed, initializer_range=initializer_range)
+    write_hf_directory(directory, hf_config, tensors, **files)
     return directory
 
 

@@ -3,12 +3,13 @@
 Read by `loader.py` (Hugging Face names -> the params tree of `model/`) and `gguf.py` (GGUF names ->
 Hugging Face names).
 
-Invariant: one row per parameter. A checkpoint loads only if its tensors and these rows match one to
-one, but for what is named here as known: scales of the KV cache, and tensors that nothing needs.
+Invariant: one row per parameter, and every row of a stored tensor belongs to one parameter. A
+checkpoint loads only if its tensors and these rows cover each other, but for what is named here as
+known: scales of the KV cache, and tensors that nothing needs.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxserve.model_config import ModelConfig
@@ -20,7 +21,8 @@ _ATTENTION_SCALES = (
     r"model\.layers\.\d+\.self_attn\."
     r"((attn\.)?(q|prob|prob_output)_scale|q_proj\.(q|output)_scale)"
 )
-_IGNORED = re.compile(f"{_ROTARY}|{_ATTENTION_SCALES}")
+_GGUF_ROTARY = r"blk\.\d+\.attn_rot_embd\.weight"
+_IGNORED = re.compile(f"{_ROTARY}|{_GGUF_ROTARY}|{_ATTENTION_SCALES}")
 
 # Scales of an 8-bit KV cache, by what they are the scales of. Source: the names that the exporters
 # and loaders in the field agree on: compressed-tensors and llm-compressor (self_attn.k_scale, before
@@ -41,6 +43,9 @@ _KV_SCALES = {
     "self_attn.attn.kv_scale": "kv",
 }
 _IN_LAYER = re.compile(r"model\.layers\.(0|[1-9]\d*)\.(.+)")
+
+# Families whose q, k and v are stored as one projection, and gate and up as another.
+_FUSED = frozenset({"phi3"})
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -90,7 +95,19 @@ def param_name(path: tuple[str | int, ...]) -> str:
 
 def param_specs(config: ModelConfig) -> list[ParamSpec]:
     """Every parameter of the model, in file order; lm_head only where the config's head is untied."""
-    return _PARAM_SPECS[config.architecture](config)
+    hidden = config.hidden_size
+    specs = [ParamSpec(name=EMBEDDING, path=EMBEDDING_PATH, shape=(config.vocab_size, hidden))]
+    for layer in range(config.num_layers):
+        specs += _layer(config, f"model.layers.{layer}", ("layers", layer))
+    specs.append(_norm("model.norm", ("norm",), hidden))
+    if not config.tie_word_embeddings:
+        specs += _linear("lm_head", ("lm_head",), (config.vocab_size, hidden), bias=False)
+    return specs
+
+
+def stored_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The tensors of a checkpoint of that config: shape by Hugging Face name, in file order."""
+    return {spec.name: spec.stored_shape for spec in param_specs(config)}
 
 
 def is_ignored(name: str) -> bool:
@@ -115,67 +132,60 @@ def _linear(
     return specs
 
 
-def _llama(config: ModelConfig) -> list[ParamSpec]:
-    hidden, ffn = config.hidden_size, config.intermediate_size
-    q_dim, kv_dim = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    specs = [
-        ParamSpec(name=EMBEDDING, path=("embed", "embedding"), shape=(config.vocab_size, hidden))
-    ]
-    for layer in range(config.num_layers):
-        hf, path = f"model.layers.{layer}", ("layers", layer)
-        for hf_norm, norm in (
-            ("input_layernorm", "input_norm"),
-            ("post_attention_layernorm", "post_attn_norm"),
-        ):
-            specs.append(
-                ParamSpec(
-                    name=f"{hf}.{hf_norm}.weight", path=(*path, norm, "scale"), shape=(hidden,)
-                )
+def _fused(
+    name: str, path: tuple[str | int, ...], parts: Mapping[str, int], width: int
+) -> list[ParamSpec]:
+    """Projections without biases that are stored as one, in the order of `parts` (rows of each)."""
+    specs, first_row, total = [], 0, sum(parts.values())
+    for part, num_rows in parts.items():
+        specs.append(
+            ParamSpec(
+                name=f"{name}.weight",
+                path=(*path, part, "kernel"),
+                shape=(num_rows, width),
+                transpose=True,
+                first_row=first_row,
+                stored_rows=total,
             )
-        for part, shape in (
-            ("q", (q_dim, hidden)),
-            ("k", (kv_dim, hidden)),
-            ("v", (kv_dim, hidden)),
-            ("o", (hidden, q_dim)),
-        ):
-            name = f"{hf}.self_attn.{part}_proj"
-            bias = config.o_bias if part == "o" else config.qkv_bias
-            specs += _linear(name, (*path, "attn", part), shape, bias)
-        if config.qk_norm:
-            specs += [
-                ParamSpec(
-                    name=f"{hf}.self_attn.{norm}.weight",
-                    path=(*path, "attn", norm, "scale"),
-                    shape=(config.head_dim,),
-                )
-                for norm in ("q_norm", "k_norm")
-            ]
-        for part, shape in (
-            ("gate", (ffn, hidden)),
-            ("up", (ffn, hidden)),
-            ("down", (hidden, ffn)),
-        ):
-            specs += _linear(f"{hf}.mlp.{part}_proj", (*path, "mlp", part), shape, config.mlp_bias)
-    specs.append(ParamSpec(name="model.norm.weight", path=("norm", "scale"), shape=(hidden,)))
-    if not config.tie_word_embeddings:
-        specs += _linear("lm_head", ("lm_head",), (config.vocab_size, hidden), bias=False)
+        )
+        first_row += num_rows
     return specs
 
 
-# Families whose tensors are called as Llama's, but for those that a flag of the config adds.
-_CALLED_AS_LLAMA = (
-    "llama",
-    "mistral",
-    "ministral",
-    "qwen2",
-    "qwen3",
-    "smollm3",
-    "granite",
-    "seed_oss",
-)
-_PARAM_SPECS: dict[str, Callable[[ModelConfig], list[ParamSpec]]] = dict.fromkeys(
-    _CALLED_AS_LLAMA, _llama
-)
+def _norm(name: str, path: tuple[str | int, ...], width: int) -> ParamSpec:
+    return ParamSpec(name=f"{name}.weight", path=(*path, "scale"), shape=(width,))
+
+
+def _layer(config: ModelConfig, hf: str, path: tuple[str | int, ...]) -> list[ParamSpec]:
+    """The parameters of one layer: names under `hf`, keys under `path`."""
+    hidden, ffn = config.hidden_size, config.intermediate_size
+    q_dim, kv_dim = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    qkv, gate_up = {"q": q_dim, "k": kv_dim, "v": kv_dim}, {"gate": ffn, "up": ffn}
+    attn, mlp = (*path, "attn"), (*path, "mlp")
+    specs = [
+        _norm(f"{hf}.input_layernorm", (*path, "input_norm"), hidden),
+        _norm(f"{hf}.post_attention_layernorm", (*path, "post_attn_norm"), hidden),
+    ]
+    fused = config.architecture in _FUSED
+    if fused:
+        specs += _fused(f"{hf}.self_attn.qkv_proj", attn, qkv, hidden)
+    else:
+        for part, rows in qkv.items():
+            name = f"{hf}.self_attn.{part}_proj"
+            specs += _linear(name, (*attn, part), (rows, hidden), config.qkv_bias)
+    specs += _linear(f"{hf}.self_attn.o_proj", (*attn, "o"), (hidden, q_dim), config.o_bias)
+    if config.qk_norm:
+        for part in ("q_norm", "k_norm"):
+            specs.append(_norm(f"{hf}.self_attn.{part}", (*attn, part), config.head_dim))
+    if fused:
+        specs += _fused(f"{hf}.mlp.gate_up_proj", mlp, gate_up, hidden)
+    else:
+        for part, rows in gate_up.items():
+            name = f"{hf}.mlp.{part}_proj"
+            specs += _linear(name, (*mlp, part), (rows, hidden), config.mlp_bias)
+    specs += _linear(f"{hf}.mlp.down_proj", (*mlp, "down"), (hidden, ffn), config.mlp_bias)
+    return specs
+
 
 # GGUF module names -> Hugging Face module names; ".weight" and ".bias" are the same in both.
 _GGUF_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -189,18 +199,34 @@ _GGUF_BLOCK = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+}
+# What a family has otherwise: Phi-3 is written as it is stored, with its fused projections.
+_GGUF_BLOCK_OF = {
+    "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    "seed_oss": {"post_attention_norm": "post_attention_layernorm"},
 }
 _GGUF_NAME = re.compile(r"(?:blk\.(0|[1-9]\d*)\.)?(\w+)\.(weight|bias)")
 
 
-def hf_name_of_gguf(name: str) -> str | None:
-    """The Hugging Face name of a GGUF tensor ("blk.0.attn_q.weight"), or None where there is none."""
+def hf_name_of_gguf(name: str, model_type: str) -> str | None:
+    """The Hugging Face name of a GGUF tensor ("blk.0.attn_q.weight"), or None where there is none.
+
+    Args:
+        name: as the file has it.
+        model_type: of the Hugging Face config.
+    """
     match = _GGUF_NAME.fullmatch(name)
     if match is None:
         return None
     block, module, kind = match.groups()
     if block is None:
         return f"{_GGUF_TOP[module]}.{kind}" if module in _GGUF_TOP else None
-    if module not in _GGUF_BLOCK:
-        return None
-    return f"model.layers.{block}.{_GGUF_BLOCK[module]}.{kind}"
+    inner = gguf_block_names(model_type).get(module)
+    return None if inner is None else f"model.layers.{block}.{inner}.{kind}"
+
+
+def gguf_block_names(model_type: str) -> dict[str, str]:
+    """GGUF name -> Hugging Face name of each module of a layer."""
+    return _GGUF_BLOCK | _GGUF_BLOCK_OF.get(model_type, {})
