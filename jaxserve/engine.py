@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Several
 
 from jaxserve.errors import ConfigError, InvalidRequestError, shown
-from jaxserve.executor import Executor
+from jaxserve.executor import Executor, StepHandle
 from jaxserve.groups.branch import branch_grammar, branch_request
 from jaxserve.groups.group import Group
+from jaxserve.groups.invariants import check_requests
 from jaxserve.groups.limits import Limits
-from jaxserve.groups.make import Grammars, Watchers, make_group
+from jaxserve.groups.make import Arrivals, Grammars, Watchers, make_group
 from jaxserve.groups.outbox import Outbox, count_tokens
 from jaxserve.request import Request, RequestOutput, as_token_ids
 from jaxserve.sampling_params import SamplingParams
@@ -80,7 +81,7 @@ class Engine:
         self._outbox = Outbox()
         self._one_at_a_time = threading.Lock()
         self._in_change = False  # still set when the next call comes: the last one was cut short
-        self._num_added = 0
+        self.arrivals = Arrivals()
         self._num_prompt_tokens = 0
         self._num_output_tokens = 0
 
@@ -179,13 +180,13 @@ class Engine:
             max_tokens,
             watcher,
             grammar,
-            arrival=self._num_added,
+            arrival=self.arrivals.num_requests,
             engine_seed=self._seed,
             eos_token_ids=self.eos_token_ids,
             scheduler=self.scheduler,
             outbox=self._outbox,
         )
-        self._num_added += 1
+        self.arrivals.num_requests += 1
         self._num_prompt_tokens += len(prompt)
         group.arrival_s = self.clock()
         self._in_change = True
@@ -273,6 +274,19 @@ class Engine:
     def has_work(self) -> bool:
         """Whether `step` has something to do or to hand out. Requests that are only held are none."""
         return bool(self._groups) or bool(self._outbox)
+
+    def begin_step(self) -> StepHandle | None:
+        """Sends what `step` would, so that whoever drives several engines can wait for all of them.
+
+        Returns:
+            What the next `step` will wait for; None when it waits for nothing.
+        """
+        with self._alone("begin_step"):
+            self._recover()
+            self._in_change = True
+            handle = self._loop.begin()
+            self._in_change = False
+        return handle
 
     def step(self) -> list[RequestOutput]:
         """Runs one step, and with async_scheduling sends the next one too.
@@ -381,16 +395,4 @@ class Engine:
 
     def check_invariants(self) -> None:
         """Raises AssertionError when the queues, the pages and the requests in flight disagree."""
-        scheduler = self.scheduler
-        scheduler.check_invariants()
-        self._outbox.check_invariants()
-        for group in (self._groups | self._held_groups).values():
-            group.check_invariants()
-        queued = {s.request.id for s in (*scheduler.running, *scheduler.waiting)}
-        held = {s.request.id for s in scheduler.held}
-        assert queued <= self._groups.keys(), "an ended request still runs"
-        assert self._groups.keys() <= queued | held, "a request is lost"
-        assert self._held_groups.keys() <= held - queued, "a held request is lost"
-        assert held <= self._groups.keys() | self._held_groups.keys(), "nobody holds a sequence"
-        if not queued and not held:
-            assert scheduler.kv.num_owned_pages == 0, "pages leaked"
+        check_requests(self._groups, self._held_groups, self._outbox, self.scheduler)

@@ -26,6 +26,15 @@ class StepHandle(Protocol):
         """
         ...
 
+    def is_ready(self) -> bool:
+        """Whether `result` would not wait."""
+        ...
+
+    def wait(self) -> None:
+        """Returns when `result` would not wait; changes nothing, so any thread may call it. What went
+        wrong in the step is raised by `result` alone."""
+        ...
+
     def result(self) -> SampledTokens:
         """Waits for the step and returns what it sampled."""
         ...

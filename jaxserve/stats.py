@@ -55,7 +55,7 @@ class EngineStats:
     num_running: int
     num_waiting: int
     num_held: int  # neither: ended and kept for forks, or beams that wait for their siblings
-    # gauges: pages; num_pages = 1 null page + free + cached + owned
+    # gauges: pages; num_pages = a null page for each replica + free + cached + owned
     num_pages: int
     num_free_pages: int
     num_cached_pages: int  # kept for prefix hits, given up when needed
@@ -98,6 +98,19 @@ class EngineStats:
     attention_interpret: bool
     dtype: str
     kv_cache_dtype: str
+    # Engines behind this one's face. All figures are of all of them together, but for the settings of one
+    # step: max_num_batched_tokens and the ladders.
+    num_replicas: int = 1
+
+    @property
+    def num_usable_pages(self) -> int:
+        """Pages that requests can have: all but the null pages."""
+        return self.num_pages - self.num_replicas
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens that one request can have at most: the pages of one replica, all of them equal."""
+        return self.num_usable_pages // self.num_replicas * self.page_size
 
     @property
     def kv_utilisation(self) -> float:
@@ -175,6 +188,7 @@ GROUPS = {
         "attention_interpret",
         "dtype",
         "kv_cache_dtype",
+        "num_replicas",
     ),
 }
 

@@ -10,7 +10,8 @@ meanwhile and awaits the masks, which are made as soon as the tokens before are 
 out, and in which order, is the same either way; a sequence that turns out to have ended is computed once
 more for nothing.
 
-Invariant: at most one step is under way between two calls; `forget` and `drain` leave none.
+Invariant: between two calls at most one step is under way, or two after `begin`, which whoever has
+several engines calls to send to all of them before it waits for one; `forget` and `drain` leave none.
 """
 
 from collections.abc import Callable
@@ -81,30 +82,40 @@ class StepLoop:
         self._vocab_size = vocab_size
         self.build_batch = BatchBuilder(scheduler.buckets, scheduler.kv.max_pages_per_seq)
         self._under_way: StepUnderWay | None = None
+        self._following: StepUnderWay | None = None  # sent behind it
         self._last_done_s = 0.0
+
+    def begin(self) -> StepHandle | None:
+        """Sends what can be sent without a result: a step if none is under way, and the next one where
+        that is possible. Waits for nothing.
+
+        Returns:
+            The step that `step` would finish; None when there is none.
+        """
+        if self._under_way is None:
+            current = self._send_next()
+            if current is None:
+                return None
+            self._give_masks(current)
+            self._under_way = current
+        may_run_ahead = self.async_scheduling and not self._under_way.plan.is_awaited
+        if may_run_ahead and self._following is None:
+            self._following = self._send_next()
+        return self._under_way.handle
 
     def step(self) -> None:
         """Finishes one step, and sends the next one first where that is possible."""
-        current = self._under_way
-        if current is None:
-            current = self._send_next()
-            if current is None:
-                return
-            self._give_masks(current)
-        may_run_ahead = self.async_scheduling and not current.plan.is_awaited
-        following = self._send_next() if may_run_ahead else None
-        self._finish(current, following)
-        self._under_way = following
+        self.begin()
+        self._finish_first()
 
     def drain(self) -> None:
-        """Finishes the step under way, if there is one, and sends none."""
-        if self._under_way is not None:
-            self._finish(self._under_way, None)
-            self._under_way = None
+        """Finishes what is under way, and sends nothing."""
+        while self._under_way is not None:
+            self._finish_first()
 
     def forget(self) -> None:
         """Wants no result any more: what was sent is void."""
-        self._under_way = None
+        self._under_way = self._following = None
         self.build_batch.forget()
 
     def _send_next(self) -> StepUnderWay | None:
@@ -124,6 +135,11 @@ class StepLoop:
         if step.batch.awaits_masks:
             step.masks, step.stuck = make_masks(step.plan, self._vocab_size)
             step.handle.give_masks(step.masks)
+
+    def _finish_first(self) -> None:
+        if self._under_way is not None:
+            self._finish(self._under_way, self._following)
+            self._under_way, self._following = self._following, None
 
     def _finish(self, step: StepUnderWay, following: StepUnderWay | None) -> None:
         # Of a step whose sequences have all ended nobody may have asked for long: the engine was idle.

@@ -116,6 +116,12 @@ class FakeHandle:
         assert self._run is not None
         self._sampled = self._run(masks)
 
+    def is_ready(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
     def result(self) -> SampledTokens:
         assert self._sampled is not None, "a step awaits masks"
         return self._sampled

@@ -38,6 +38,7 @@ from jaxserve.async_engine.step_clock import StepClock
 from jaxserve.engine import Engine
 from jaxserve.errors import InvalidRequestError
 from jaxserve.prepare import Prepared, Preparer
+from jaxserve.replicas.engine import ReplicatedEngine
 from jaxserve.request import CompletionOutput, Request, RequestOutput
 
 MAX_FAILED_STEPS = 3
@@ -79,7 +80,7 @@ class Line(Protocol):
 class Served(NamedTuple):
     """An engine to run, and what its clients may know of it."""
 
-    engine: Engine
+    engine: Engine | ReplicatedEngine
     preparer: Preparer
     model: ServedModel
 

@@ -9,13 +9,14 @@ Invariant: looking on costs a step a few microseconds, however many sequences it
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import NamedTuple
 
 from jaxserve.engine import Engine
 from jaxserve.pages.hot_prefixes import PrefixInfo, hottest_prefixes
 from jaxserve.pages.page_map import PoolMap, map_pages
+from jaxserve.replicas.engine import ReplicatedEngine, engines_of
 from jaxserve.schedule.observer import StepRecord
 from jaxserve.schedule.sequence import Namespace
 from jaxserve.stats import EngineStats
@@ -89,8 +90,9 @@ class ReportCollector:
         engine: is observed from now on, until `close`.
     """
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: Engine | ReplicatedEngine):
         self._engine = engine
+        self._schedulers = [one.scheduler for one in engines_of(engine)]
         self._steps: deque[StepSummary] = deque(maxlen=MAX_STEPS)
         self._num_steps = 0
         engine.observers.append(self)
@@ -101,7 +103,7 @@ class ReportCollector:
 
     def step_done(self, step: StepRecord) -> None:
         plan = step.plan
-        scheduler = self._engine.scheduler
+        schedulers = self._schedulers
         self._num_steps += 1
         num_seqs = len(plan.slices)
         # In a plan the slices stand in the order of their number of tokens.
@@ -117,9 +119,9 @@ class ReportCollector:
                 plan.num_padding_tokens * plan.num_steps,
                 plan.bucket.num_tokens,
                 len(step.result.advanced) * plan.num_steps,
-                len(scheduler.running),
-                len(scheduler.waiting),
-                scheduler.counters.num_preemptions,
+                sum([len(one.running) for one in schedulers]),
+                sum([len(one.waiting) for one in schedulers]),
+                sum([one.counters.num_preemptions for one in schedulers]),
             )
         )
 
@@ -134,25 +136,42 @@ class ReportCollector:
             with_pages: the map of the page pool and the hottest prefixes too.
         """
         engine = self._engine
-        kv = engine.scheduler.kv
         num_new = max(0, min(self._num_steps - since_step, len(self._steps)))
         steps = tuple(self._steps)
         return EngineReport(
             time_s=engine.clock(),
             stats=engine.stats(),
-            num_waiting_tokens=sum(seq.num_known_tokens for seq in engine.scheduler.waiting),
+            num_waiting_tokens=sum(
+                seq.num_known_tokens for one in self._schedulers for seq in one.waiting
+            ),
             last_step=self._num_steps,
             steps=steps[len(steps) - num_new :],
-            pages=map_pages(kv) if with_pages else None,
-            prefixes=hottest_prefixes(
-                kv.tree,
-                max_prefixes=MAX_PREFIXES,
+            pages=self._map_pages() if with_pages else None,
+            prefixes=self._hottest_prefixes() if with_pages else (),
+        )
+
+    def _map_pages(self) -> PoolMap:
+        """The pools of all replicas, one behind the other."""
+        maps = [map_pages(one.kv) for one in self._schedulers]
+        return PoolMap(
+            states=b"".join(one.states for one in maps),
+            host_pages=b"".join(one.host_pages for one in maps),
+        )
+
+    def _hottest_prefixes(self) -> tuple[PrefixInfo, ...]:
+        """Those of each replica, one behind the other."""
+        found: list[PrefixInfo] = []
+        for one in self._schedulers:
+            begin = len(found)
+            for prefix in hottest_prefixes(
+                one.kv.tree,
+                max_prefixes=max(1, MAX_PREFIXES // len(self._schedulers)),
                 max_token_ids=MAX_TOKEN_IDS,
                 is_private=_is_private,
-            )
-            if with_pages
-            else (),
-        )
+            ):
+                parent = None if prefix.parent is None else prefix.parent + begin
+                found.append(replace(prefix, parent=parent))
+        return tuple(found)
 
 
 def _is_private(namespace: Hashable) -> bool:

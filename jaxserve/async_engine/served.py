@@ -28,12 +28,13 @@ def served_llm(llm: "LLM", *, path: str = "") -> Served:
         path: the model as it was given.
     """
     engine = llm.engine
+    stats = engine.stats()
     model = ServedModel(
         path=path,
         max_model_len=engine.max_model_len,
         vocab_size=engine.vocab_size,
-        num_slots=engine.scheduler.kv.num_slots,
-        max_num_seqs=engine.scheduler.buckets.max_num_seqs,
+        num_slots=stats.num_slots,
+        max_num_seqs=stats.max_num_seqs,
         eos_token_ids=tuple(sorted(engine.eos_token_ids)),
         default_sampling_params=llm.default_sampling_params,
         tokenizer=llm.preparer.tokenizer,

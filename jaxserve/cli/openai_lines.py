@@ -230,7 +230,7 @@ def _served(llm: TextEngine, names: Sequence[str], defaults: SamplingParams) -> 
         path=names[0],
         max_model_len=stats.max_model_len,
         vocab_size=engine.vocab_size,
-        num_slots=(stats.num_pages - 1) * stats.page_size,  # page 0 is the null page
+        num_slots=stats.num_slots,
         max_num_seqs=stats.max_num_seqs,
         eos_token_ids=tuple(sorted(engine.eos_token_ids)),
         default_sampling_params=defaults,

@@ -63,7 +63,7 @@ class ProgressBar(NoProgress):
             return
         self._updated = now
         figures = stats()
-        num_usable = figures.num_pages - 1  # page 0 is the null page
+        num_usable = figures.num_usable_pages
         self._bar.update(
             self._task,
             completed=num_done,

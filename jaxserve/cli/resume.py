@@ -115,7 +115,7 @@ def served_by(stats: EngineStats) -> dict[str, Any]:
     A request is clamped or refused by the smaller of the context and the page pool, and "auto" is
     another dtype on another device. Pages of another type give other tokens.
     """
-    num_slots = (stats.num_pages - 1) * stats.page_size  # page 0 is the null page
+    num_slots = stats.num_slots
     return {
         "max_request_tokens": min(stats.max_model_len, num_slots),
         "dtype": stats.dtype,

@@ -1,9 +1,10 @@
 """`DeviceStep`: a step under way, and how what it returns becomes `SampledTokens`.
 
-Made by the executor, one per submitted batch. Invariant: `result` is the only place that waits for a
-step, so whatever went wrong in it is raised there.
+Made by the executor, one per submitted batch. Invariant: whatever went wrong in a step is raised by
+`result`, also where `wait` has waited for it.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -66,6 +67,18 @@ class DeviceStep:
             raise RuntimeError("give_masks: this step awaits no masks")
         (forward,) = self._outputs
         self._outputs, self._sample = [forward._replace(rows=self._sample(masks))], None
+
+    def is_ready(self) -> bool:
+        """See `jaxserve.executor.StepHandle`."""
+        return self._sample is None and all(one.is_ready() for one in self._arrays())
+
+    def wait(self) -> None:
+        """See `jaxserve.executor.StepHandle`."""
+        with contextlib.suppress(Exception):  # `result` raises it
+            jax.block_until_ready(self._arrays())
+
+    def _arrays(self) -> list[jax.Array]:
+        return jax.tree.leaves(list(self._outputs))
 
     def result(self) -> SampledTokens:
         """Blocks until the step is done, also when it samples nothing.

@@ -3,6 +3,7 @@ engine.
 """
 
 from collections.abc import Sequence as Several
+from dataclasses import dataclass
 
 from jaxserve.constraints.constraint import Constraint, Grammar
 from jaxserve.constraints.token_sets import AllowedTokens, BadWords, MinTokens
@@ -21,6 +22,13 @@ from jaxserve.text.watcher import TokenWatcher
 
 Watchers = TokenWatcher | Several[TokenWatcher] | None
 Grammars = Grammar | Several[Grammar] | None
+
+
+@dataclass(slots=True)
+class Arrivals:
+    """Counts the requests of an engine, or of several that give each request another number."""
+
+    num_requests: int = 0
 
 
 def make_group(

@@ -27,6 +27,7 @@ from itertools import chain
 from operator import attrgetter
 
 from jaxserve.pages.kv_manager import KVManager
+from jaxserve.request import Request
 from jaxserve.schedule.admission import Gate
 from jaxserve.schedule.batch import SampledTokens
 from jaxserve.schedule.buckets import Buckets
@@ -152,7 +153,14 @@ class Scheduler:
 
     def namespace(self, seq: Sequence) -> Namespace:
         """Whose cached pages a sequence may use."""
-        return Namespace(self._weights_version, seq.request.cache_salt, None)
+        return self._namespace_of(seq.request)
+
+    def _namespace_of(self, request: Request) -> Namespace:
+        return Namespace(self._weights_version, request.cache_salt, None)
+
+    def num_cached_tokens(self, request: Request) -> int:
+        """Tokens of a new request's prompt that the prefix cache has."""
+        return self.kv.peek(self._namespace_of(request), request.prompt_token_ids)
 
     # One step
 

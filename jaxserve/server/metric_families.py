@@ -158,7 +158,7 @@ class Families(Collector):
         yield self._gauge(
             prefix + "kv_cache_usage_perc",
             "Share of the page pool that sequences own, 0 to 1",
-            stats.num_owned_pages / max(1, stats.num_pages - 1),
+            stats.num_owned_pages / max(1, stats.num_usable_pages),
         )
 
     def _ours(self, scrape: Scrape) -> Iterator[Metric]:

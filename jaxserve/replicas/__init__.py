@@ -1,0 +1,1 @@
+"""Several engines of one model behind the face of one: data parallelism within a process."""
