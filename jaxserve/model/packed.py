@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.dense.cpu import pack, pack_gated
+from pallas_kernels.native.huge_pages import Arena
 
 # (module, the name of what is packed, its parts in the order of their columns)
 PACKED = (
@@ -38,9 +39,10 @@ def pack_params(params: Mapping[str, Any], *, consume: bool = False) -> dict[str
         consume: take the projections of the layers out of `params` as they are packed, so that all
             of them plain and all of them packed are never held together.
     """
-    layers = {i: pack_layer(one, consume=consume) for i, one in params["layers"].items()}
+    memory = Arena()
+    layers = {i: pack_layer(one, memory, consume=consume) for i, one in params["layers"].items()}
     head = params.get("lm_head") or {"kernel": _turned(params["embed"]["embedding"])}
-    return {**params, "layers": layers, "lm_head": pack_linear([head])}
+    return {**params, "layers": layers, "lm_head": pack_linear([head], memory)}
 
 
 def _turned(embedding: Any) -> Any:
@@ -50,12 +52,15 @@ def _turned(embedding: Any) -> Any:
     return np.asarray(embedding).T
 
 
-def pack_layer(layer: Mapping[str, Any], *, consume: bool = False) -> dict[str, Any]:
+def pack_layer(
+    layer: Mapping[str, Any], memory: Arena | None = None, *, consume: bool = False
+) -> dict[str, Any]:
     """A layer's params with the projections of `PACKED`; all else is shared.
 
     Args:
         layer: {"attn": {q, k, v, o}, "mlp": {gate, up, down}, ...} of numpy arrays, arrays on a
             device, or abstract arrays; each projection {"kernel": [in, out], "bias": [out] or not}.
+        memory: where what is packed goes; None = where numpy puts it.
         consume: take them out of `layer`.
 
     Returns:
@@ -65,21 +70,21 @@ def pack_layer(layer: Mapping[str, Any], *, consume: bool = False) -> dict[str, 
     packed = {key: value for key, value in layer.items() if key not in ("attn", "mlp")}
     for module, name, parts in PACKED:
         make = pack_swiglu if name == "gate_up" else pack_linear
-        packed.setdefault(module, {})[name] = make([layer[module][part] for part in parts])
+        packed.setdefault(module, {})[name] = make([layer[module][part] for part in parts], memory)
         for part in parts if consume else ():
             del layer[module][part]
     return packed
 
 
-def pack_linear(parts: list[Mapping[str, Any]]) -> dict[str, Any]:
+def pack_linear(parts: list[Mapping[str, Any]], memory: Arena | None = None) -> dict[str, Any]:
     """Projections of the same rows as one."""
-    return _with_bias(pack([part["kernel"] for part in parts]), parts)
+    return _with_bias(pack([part["kernel"] for part in parts], memory), parts)
 
 
-def pack_swiglu(parts: list[Mapping[str, Any]]) -> dict[str, Any]:
+def pack_swiglu(parts: list[Mapping[str, Any]], memory: Arena | None = None) -> dict[str, Any]:
     """Gate and up as one, a piece of each in every panel; their biases end to end."""
     gate, up = (part["kernel"] for part in parts)
-    return _with_bias(pack_gated(gate, up), parts)
+    return _with_bias(pack_gated(gate, up, memory), parts)
 
 
 def _with_bias(packed: Any, parts: list[Mapping[str, Any]]) -> dict[str, Any]:

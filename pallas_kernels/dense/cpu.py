@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.native import load
+from pallas_kernels.native.huge_pages import Arena
 
 TARGET = "jaxserve_dense"
 GATED_TARGET = "jaxserve_dense_gated"
@@ -38,12 +39,13 @@ def gated_shape(size: int, columns: int) -> tuple[int, int, int]:
     return -(-columns // HALF), size, PANEL
 
 
-def pack(weights: Any) -> Any:
+def pack(weights: Any, memory: Arena | None = None) -> Any:
     """Weights side by side, as `dense` and `dense_heads` take them: column 64 p + j of what they make
     together stands in [p, :, j]; columns behind the last are zeros.
 
     Args:
         weights: f32[K, N] each, with an N of its own; numpy, on a device, or abstract.
+        memory: where the copy goes; None = where numpy puts it.
 
     Returns:
         f32[P, K, 64] of the same kind, always a copy.
@@ -52,7 +54,7 @@ def pack(weights: Any) -> Any:
     shape = packed_shape(first.shape[0], columns)
     if isinstance(first, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(shape, first.dtype)
-    packed = np.zeros(shape, first.dtype)
+    packed = (memory or np).zeros(shape, first.dtype)
     column = 0
     for weight in map(np.asarray, weights):
         begin = 0
@@ -70,12 +72,13 @@ def pack(weights: Any) -> Any:
     return packed
 
 
-def pack_gated(gate: Any, up: Any) -> Any:
+def pack_gated(gate: Any, up: Any, memory: Arena | None = None) -> Any:
     """A gate and its up, as `dense_gated` takes them: columns 32 p + j stand in [p, :, j] and
     [p, :, 32 + j]; columns behind the last are zeros.
 
     Args:
         gate, up: f32[K, N]; numpy, on a device, or abstract.
+        memory: where the copy goes; None = where numpy puts it.
 
     Returns:
         f32[P, K, 64] of the same kind, always a copy.
@@ -84,7 +87,7 @@ def pack_gated(gate: Any, up: Any) -> Any:
     shape = gated_shape(size, columns)
     if isinstance(gate, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(shape, gate.dtype)
-    packed = np.zeros(shape, gate.dtype)
+    packed = (memory or np).zeros(shape, gate.dtype)
     whole, rest = divmod(columns, HALF)
     for begin, weight in ((0, np.asarray(gate)), (HALF, np.asarray(up))):
         pieces = weight[:, : whole * HALF].reshape(size, whole, HALF).transpose(1, 0, 2)
