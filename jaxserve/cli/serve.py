@@ -46,6 +46,7 @@ _SAME_NAMES = (
     "model",
     "host",
     "port",
+    "allowed_hosts",
     "max_queue_requests",
     "max_queue_tokens",
     "request_timeout_s",
@@ -54,6 +55,7 @@ _SAME_NAMES = (
     "send_timeout_s",
     "body_timeout_s",
     "max_body_bytes",
+    "max_bodies_bytes",
     "tool_call_parser",
     "dashboard",
     "metrics_compat",
@@ -79,6 +81,13 @@ def serve_flags() -> flags.FlagValues:
         "api_key_file",
         None,
         "A file of API keys, one a line, # begins a comment; every path but /health asks for one.",
+        **group,
+    )
+    flags.DEFINE_list(
+        "allowed_hosts",
+        [],
+        "Names that requests may call this server by (Host), beside loopback ones; * = any. Unset = any, but "
+        "without keys on a loopback --host none beside those.",
         **group,
     )
     _define_limits(group)
@@ -146,6 +155,12 @@ def _define_limits(group: Mapping[str, Any]) -> None:
         **group,
     )
     define_integer("max_body_bytes", _DEFAULT.max_body_bytes, "Largest body of a request.", **group)
+    define_integer(
+        "max_bodies_bytes",
+        None,
+        "All bodies together that have no reply yet; what is beyond gets a 429. Unset = 16 of the largest.",
+        **group,
+    )
 
 
 def _define_api(group: Mapping[str, Any]) -> None:
@@ -266,10 +281,12 @@ def main(argv: Sequence[str]) -> int:
     try:
         from jaxserve.async_engine.process import ProcessEngine
         from jaxserve.server.serve import run_server
+        from jaxserve.weights.loader import resolve_model
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"the server needs the package {error.name}: pip install 'jaxserve[serve]'"
         ) from None
+    resolve_model(given["model"])  # raises what the engine's process would, two seconds later
     return run_server(
         config,
         lambda: ProcessEngine(

@@ -1,6 +1,6 @@
 """`make_app`: the ASGI application, from the features' routes and what every request passes first.
 
-    counts, request id, access line -> (CORS) -> errors -> key -> limits -> exit stack -> routes
+    counts, request id, access line -> (CORS) -> errors -> host -> key -> limits -> exit stack -> routes
 
 A feature is a module with `routes(state)` and a line in `_FEATURES`. Invariant: every reply but a
 feature's own is OpenAI's error object, whatever went wrong, and carries X-Request-Id.
@@ -20,6 +20,7 @@ from jaxserve.server.auth import Auth
 from jaxserve.server.body_limits import BodyLimits
 from jaxserve.server.dashboard import routes as dashboard
 from jaxserve.server.errors import as_api_error, internal_error
+from jaxserve.server.hosts import Hosts
 from jaxserve.server.openai import chat, completions, openapi
 from jaxserve.server.request_ids import RequestIds, request_id_of
 from jaxserve.server.slow_readers import ClientGoneError, SlowReaders
@@ -41,6 +42,7 @@ def make_app(state: ServerState) -> ASGIApp:
     app: ASGIApp = ExitStacks(Router(routes, redirect_slashes=False))
     app = SlowReaders(BodyLimits(app, state.config), state.config.send_timeout_s)
     app = Auth(app, state.config.api_key_digests)
+    app = Hosts(app, state.config)
     app = ErrorReplies(app)
     if state.config.cors_allow_origins:
         app = CORSMiddleware(

@@ -1,33 +1,42 @@
-"""How large a request may be and how long its parts may take, for every route alike.
+"""How large requests may be, one and all together, and how long their parts may take, for every route alike.
 
 A middleware behind the key check: a client without a key is not read at all.
 """
 
 import asyncio
 import contextlib
+from dataclasses import dataclass
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve.server.config import MAX_HEADER_BYTES, ServerConfig
-from jaxserve.server.errors import ApiError
+from jaxserve.server.errors import RETRY_AFTER_S, ApiError
 
 # Of a body that is too large: this much more is read, for a client that sends first and reads then.
 _READ_PAST_BYTES, _READ_PAST_S = 64 * 2**20, 2.0
+# Of each body so much is taken whatever the others have, as the connection itself may buffer: who sends
+# large ones keeps nobody out who sends small ones.
+_FREE_BYTES = 64 * 1024
+_DEFAULT_BODIES = 16  # of the largest size, all bodies together
 
 
 class BodyLimits:
-    """Refuses large headers (431), large bodies (413) and bodies that do not arrive (408).
+    """Refuses large headers (431), large bodies (413), bodies that do not arrive (408), and what is too much
+    beside what others have sent (429).
+
+    A body counts until its reply begins: then it was read, understood and let go.
 
     Args:
         app: what is behind it.
-        config: max_body_bytes and body_timeout_s are read.
+        config: max_body_bytes, max_bodies_bytes and body_timeout_s are read.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         self._app = app
         self._most = config.max_body_bytes
         self._timeout_s = config.body_timeout_s
+        self._bodies = _Bodies(config.max_bodies_bytes or _DEFAULT_BODIES * config.max_body_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -42,7 +51,7 @@ class BodyLimits:
             if "expect" not in headers:  # it waits to be told whether to send
                 await self._read_past(receive)
             raise self._too_large(length)
-        num_bytes, is_complete = 0, False
+        num_bytes, is_complete, share = 0, False, _Share(self._bodies)
 
         async def bounded_receive() -> Message:
             nonlocal num_bytes, is_complete
@@ -62,10 +71,20 @@ class BodyLimits:
             if num_bytes > self._most:
                 await self._read_past(receive)
                 raise self._too_large(f"{num_bytes} and more")
+            if not share.grow(num_bytes):
+                await self._read_past(receive)
+                raise self._too_many()
             is_complete = message["type"] != "http.request" or not message.get("more_body", False)
             return message
 
-        await self._app(scope, bounded_receive, send)
+        async def watched_send(message: Message) -> None:
+            share.let_go()
+            await send(message)
+
+        try:
+            await self._app(scope, bounded_receive, watched_send)
+        finally:
+            share.let_go()
 
     async def _read_past(self, receive: Receive) -> None:
         """Throws away what the client is sending, so that it gets to read the answer; but not for ever."""
@@ -78,6 +97,15 @@ class BodyLimits:
                         return
                     num_bytes += len(message["body"])
 
+    def _too_many(self) -> ApiError:
+        return ApiError(
+            429,
+            f"the bodies of requests without a reply yet may have {self._bodies.most} bytes in all, and have "
+            "nearly so many",
+            code="bodies_full",
+            headers={"Connection": "close", "Retry-After": str(RETRY_AFTER_S)},
+        )
+
     def _too_large(self, got: str) -> ApiError:
         return ApiError(
             413,
@@ -85,6 +113,42 @@ class BodyLimits:
             code="request_too_large",
             headers={"Connection": "close"},
         )
+
+
+@dataclass
+class _Bodies:
+    """All bodies whose replies have not begun.
+
+    Args:
+        most: bytes that they may have, but for the first _FREE_BYTES of each.
+        num_bytes: that they have.
+    """
+
+    most: int
+    num_bytes: int = 0
+
+
+class _Share:
+    """What one body has of them."""
+
+    def __init__(self, bodies: _Bodies) -> None:
+        self._bodies = bodies
+        self._num_bytes = 0
+
+    def grow(self, num_bytes: int) -> bool:
+        """Whether the body may have so many bytes; else it has none any more."""
+        num_more = max(0, num_bytes - _FREE_BYTES) - self._num_bytes
+        if num_more and self._bodies.num_bytes + num_more > self._bodies.most:
+            self.let_go()
+            return False
+        self._num_bytes += num_more
+        self._bodies.num_bytes += num_more
+        return True
+
+    def let_go(self) -> None:
+        """The body is there no more."""
+        self._bodies.num_bytes -= self._num_bytes
+        self._num_bytes = 0
 
 
 def check_headers(scope: Scope) -> None:

@@ -17,6 +17,7 @@ MAX_JSON_DEPTH = 64
 MAX_JSON_CONTAINERS = 2**17  # objects and arrays of one body
 MAX_JSON_MEMBERS = 2**19  # of all its objects
 MIN_API_KEY_CHARS = 8
+_LISTS = ("served_model_names", "allowed_hosts", "api_key_digests", "cors_allow_origins")
 
 
 def key_digest(key: str) -> bytes:
@@ -34,6 +35,8 @@ class ServerConfig:
         served_model_names: the names that a request's `model` may have, the first one is what replies
             carry. Empty = the name in `model`.
         host, port: where to listen; port 0 = any that is free.
+        allowed_hosts: names that requests may call the server by, beside loopback ones; "*" = any. Empty =
+            any, but where there are no keys and `host` is a loopback address: then no others.
         api_key_digests: `key_digest` of each key that is accepted. Empty = no key is asked for.
         max_queue_requests: most sequences that may wait behind those that can run at once
             (max_num_seqs of the engine); one more is refused with 429. A request for n choices counts n.
@@ -48,6 +51,8 @@ class ServerConfig:
         body_timeout_s: how long the headers of a request, and then each next part of its body, may
             take to arrive.
         max_body_bytes: of one request.
+        max_bodies_bytes: of all bodies that are being received or wait for the first part of their reply;
+            None = 16 times max_body_bytes.
         num_encoder_threads: threads that render chat templates and tokenize.
         tool_call_parser: the format in which the model writes tool calls; "auto" = by its template.
         chat_template: Jinja source instead of the checkpoint's; None = the checkpoint's.
@@ -65,6 +70,7 @@ class ServerConfig:
     served_model_names: Sequence[str] = ()
     host: str = "127.0.0.1"
     port: int = 8000
+    allowed_hosts: Sequence[str] = ()
     api_key_digests: Sequence[bytes] = ()
     max_queue_requests: int = 256
     max_queue_tokens: int | None = None
@@ -75,6 +81,7 @@ class ServerConfig:
     send_timeout_s: float = 60.0
     body_timeout_s: float = 60.0
     max_body_bytes: int = 16 * 2**20
+    max_bodies_bytes: int | None = None
     num_encoder_threads: int = 2
     tool_call_parser: str = "auto"
     chat_template: str | None = None
@@ -84,10 +91,13 @@ class ServerConfig:
     enable_prompt_tokens_details: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("served_model_names", "api_key_digests", "cors_allow_origins"):
+        for name in _LISTS:
             object.__setattr__(self, name, tuple(getattr(self, name)))
         for name in self.served_model_names:
             _require(isinstance(name, str) and name != "", "served_model_name", name, "not empty")
+        for name in self.allowed_hosts:
+            ok = isinstance(name, str) and name != "" and not set(name) & set("/ @,")
+            _require(ok, "allowed_hosts", name, "names like example.org, without http:// or a path")
         # The system would take an empty one for all addresses.
         _require(self.host != "", "host", self.host, "an address or a name; 0.0.0.0 = everywhere")
         _check_whole("port", self.port, 0, 65535)
@@ -95,6 +105,10 @@ class ServerConfig:
         if self.max_queue_tokens is not None:
             _check_whole("max_queue_tokens", self.max_queue_tokens, 1, 2**31 - 1)
         _check_whole("max_body_bytes", self.max_body_bytes, 1, 2**31 - 1)
+        if self.max_bodies_bytes is not None:
+            low, most = self.max_body_bytes, self.max_bodies_bytes
+            what = f"an integer of at least max_body_bytes ({low})"
+            _require(type(most) is int and most >= low, "max_bodies_bytes", most, what)
         _check_whole("num_encoder_threads", self.num_encoder_threads, 1, 64)
         for name in ("request_timeout_s", "queue_timeout_s"):
             if getattr(self, name) is not None:

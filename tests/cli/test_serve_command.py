@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
@@ -10,11 +11,15 @@ from jaxserve.cli.main import main
 from jaxserve.cli.serve import read_api_keys
 from jaxserve.server import serve
 from jaxserve.server.config import ServerConfig, key_digest
+from jaxserve.weights import loader
+
+RESOLVE = loader.resolve_model
 
 
 @pytest.fixture
 def started(monkeypatch):
-    """What would have been served: the settings, and the arguments of the engine."""
+    """What would have been served, whatever the model: the settings, and the arguments of the engine."""
+    monkeypatch.setattr(loader, "resolve_model", lambda model: Path(model))
     calls = []
     engine = types.ModuleType("jaxserve.async_engine.process")
     engine.ProcessEngine = lambda *given, **options: (given, options)  # type: ignore[attr-defined]
@@ -45,7 +50,8 @@ def test_every_flag_reaches_its_field(started, tmp_path):
         f"--flagfile={flags} --host=0.0.0.0 --served_model_name=a --served_model_name=b "
         f"--api_key_file={keys} --max_queue_requests=7 --request_timeout_s=8 --queue_timeout_s=6 "
         "--shutdown_timeout=5 --watchdog_timeout_s=4 --send_timeout_s=3 --body_timeout_s=2 "
-        f"--max_body_bytes=1000 --tool_call_parser=hermes --chat_template={template} "
+        "--max_body_bytes=1000 --max_bodies_bytes=5000 --allowed_hosts=a.example,b.example "
+        f"--tool_call_parser=hermes --chat_template={template} "
         "--cors_allow_origin=https://a.example --cors_allow_origin=https://b.example --nodashboard "
         "--metrics_compat=vllm --generation_config=none --enable_prompt_tokens_details "
         "--max_num_seqs=3 --page_size=8"
@@ -67,6 +73,8 @@ def test_every_flag_reaches_its_field(started, tmp_path):
         send_timeout_s=3.0,
         body_timeout_s=2.0,
         max_body_bytes=1000,
+        max_bodies_bytes=5000,
+        allowed_hosts=("a.example", "b.example"),
         tool_call_parser="hermes",
         chat_template="{{ messages }}",
         cors_allow_origins=("https://a.example", "https://b.example"),
@@ -98,6 +106,8 @@ def test_every_flag_reaches_its_field(started, tmp_path):
         (["--model=m", "--chat_template="], ["--chat_template=: must name a file"]),
         (["--model=m", "--host="], ["host must be", "''"]),
         (["--model=m", "--num_decode_steps=x"], ["--num_decode_steps=x: must be an integer"]),
+        (["--model=m", "--allowed_hosts=a.org,http://b.org"], ["allowed_hosts", "'http://b.org'"]),
+        (["--model=m", "--max_bodies_bytes=5"], ["max_bodies_bytes must be", "(16777216), got 5"]),
         (["--model=m", "--cors_allow_origin=x.org"], ["cors_allow_origin", "x.org"]),
         (["--model=m", "--scheduling=fast"], ["scheduling", "continuous"]),
     ],
@@ -108,6 +118,15 @@ def test_what_cannot_be_served_is_refused_in_one_line(started, arguments, words,
     assert err.startswith("jaxserve serve: ")
     assert err.count("\n") == 1
     assert all(word in err for word in words), err
+    assert not started
+
+
+def test_a_model_that_is_not_there_is_known_before_anything_starts(started, monkeypatch, capsys):
+    monkeypatch.setattr(loader, "resolve_model", RESOLVE)
+    assert main(["serve", "--model=smollm2-135m-instrukt"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("jaxserve serve: model 'smollm2-135m-instrukt' not found")
+    assert "'smollm2-135m-instruct'" in err
     assert not started
 
 

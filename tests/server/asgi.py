@@ -42,8 +42,9 @@ async def asgi_call(
     *,
     raw_path: bytes | None = None,
     query: bytes = b"",
-    headers: Sequence[tuple[bytes, bytes]] = ((b"host", b"test"),),
+    headers: Sequence[tuple[bytes, bytes]] = ((b"host", b"localhost"),),
     body: Sequence[bytes] = (b"",),
+    goes_on: asyncio.Event | None = None,
     leave: asyncio.Event | None = None,
     answer: Answer | None = None,
     send_blocks: asyncio.Event | None = None,
@@ -52,6 +53,7 @@ async def asgi_call(
 
     Args:
         body: the pieces of the request's body.
+        goes_on: the last piece comes when it is set.
         leave: when set, the client is gone.
         answer: filled while the application runs, for tests that look on.
         send_blocks: a client that does not read: once two messages were sent, each send waits for this.
@@ -77,6 +79,8 @@ async def asgi_call(
     async def receive():
         if pieces:
             piece = pieces.pop(0)
+            if goes_on is not None and not pieces:
+                await goes_on.wait()
             return {"type": "http.request", "body": piece, "more_body": bool(pieces)}
         await (leave or asyncio.Event()).wait()
         return {"type": "http.disconnect"}

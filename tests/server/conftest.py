@@ -56,7 +56,7 @@ async def serving(
     state = ServerState(ServerConfig(**{"model": "models/fake"} | settings), client)
     state.set_loaded()
     transport = httpx.ASGITransport(app=make_app(state), raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
         http.state, http.engine = state, client.engine  # type: ignore[attr-defined]
         http.requests = client.requests  # type: ignore[attr-defined]
         yield http

@@ -14,7 +14,7 @@ from tests.server.asgi import Answer, asgi_call
 from tests.server.conftest import serving
 from tests.server.fake_client import FakeEngineClient
 
-JSON = [(b"host", b"test"), (b"content-type", b"application/json")]
+JSON = [(b"host", b"localhost"), (b"content-type", b"application/json")]
 
 
 def admission(**limits) -> Admission:

@@ -7,7 +7,7 @@ from jaxserve.server.config import MAX_HEADER_BYTES
 from tests.server.asgi import Answer, asgi_call
 from tests.server.conftest import serving
 
-JSON = [(b"host", b"test"), (b"content-type", b"application/json")]
+JSON = [(b"host", b"localhost"), (b"content-type", b"application/json")]
 
 
 def call(body: list[bytes], headers: list[tuple[bytes, bytes]] = JSON, **settings) -> Answer:
@@ -49,6 +49,35 @@ def test_headers_have_a_limit():
     answer = call([b"{}"], [*JSON, (b"x", b"a" * (room + 1))])
     assert answer.status == 431
     assert answer.error["code"] == "headers_too_large"
+
+
+def test_bodies_have_a_limit_together_and_small_ones_always_come_in():
+    """Large ones that stand half received: one more is refused, a small one is answered, and when one of
+    them has its reply there is room again."""
+
+    async def check():
+        async with serving(max_body_bytes=2**18, max_bodies_bytes=2**18) as http:
+            app, goes_on, first = make_app(http.state), asyncio.Event(), Answer()
+            large = [b'{"prompt": "hi", "x": "', *[b"a" * 2**14] * 14, b'"}']
+
+            async def post(body: list[bytes], **options: object) -> Answer:
+                return await asgi_call(app, "POST", "/tokenize", headers=JSON, body=body, **options)
+
+            task = asyncio.create_task(post(large, answer=first, goes_on=goes_on))
+            await asyncio.sleep(0)  # all but its last piece is read without a pause
+            refused = await post(large)
+            assert refused.status == 429
+            assert refused.error["code"] == "bodies_full"
+            assert refused.headers["retry-after"] == "1"
+            assert refused.headers["connection"] == "close"
+            assert (await post([b'{"prompt": "hi"}'])).status == 200
+            assert (await post([b'{"prompt": "hi", "x": "', b"a" * 60_000, b'"}'])).status == 200
+            goes_on.set()
+            await task
+            assert first.status == 200
+            assert (await post(large)).status == 200
+
+    asyncio.run(check())
 
 
 def test_a_body_that_does_not_come_is_given_up():

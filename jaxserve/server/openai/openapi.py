@@ -24,6 +24,7 @@ Schema = dict[str, Any]
 _ERRORS = {
     "400": "The URL or a header is malformed.",
     "401": "No API key, or a wrong one; only where the server has keys.",
+    "403": "The server is not called so (--allowed_hosts).",
     "404": "There is no such URL or model.",
     "405": "The URL takes another method.",
     "431": "URL and headers are too large.",
@@ -36,10 +37,10 @@ _BODY_ERRORS = {
     "408": "The body did not arrive in time.",
     "413": "The body is too large.",
     "415": "The body is not said to be application/json.",
+    "429": "The queue is full, or too many bytes are being received; Retry-After says when to come again.",
 }
 _GENERATE_ERRORS = {
     **_BODY_ERRORS,
-    "429": "The queue is full; Retry-After says when to come again.",
     "504": "The request took longer than this server lets one.",
 }
 

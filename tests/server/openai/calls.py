@@ -8,7 +8,7 @@ import httpx
 
 from tests.server.asgi import Answer, asgi_call
 
-_HEADERS = ((b"host", b"test"), (b"content-type", b"application/json"))
+_HEADERS = ((b"host", b"localhost"), (b"content-type", b"application/json"))
 
 
 class Call:

@@ -45,7 +45,7 @@ async def serving_llm(llm):
     state = ServerState(ServerConfig(model=str(TINY)), engine)
     state.set_loaded()
     transport = httpx.ASGITransport(app=make_app(state))
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
         yield http
     await state.close()
     assert not llm.has_work()
