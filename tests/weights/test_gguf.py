@@ -1,12 +1,9 @@
 """GGUF: files written with the `gguf` package's writer must load as the Hugging Face weights they
 were made from."""
 
-from typing import Any
-
 import gguf
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
 
 from jaxserve.errors import CheckpointError
 from jaxserve.weights.checkpoint import Checkpoint
@@ -123,18 +120,9 @@ def test_llama3_rope_scaling_is_recovered_from_the_divisors(tmp_path):
             r"head_count_kv must be an integer, got \[3, 3\]",
         ),
         ({"split.count": 2}, r"split\.count must be 1"),
-        ({"tokenizer.ggml.model": "llama"}, r"tokenizer\.ggml\.model must be 'gpt2'.*got 'llama'"),
         (
             {"llama.block_count": 10**9},
             r"num_hidden_layers must be an integer in \[1, 1024\], got 1000000000",
-        ),
-        (
-            {"tokenizer.ggml.model": "gpt2"},
-            r"tokenizer\.ggml\.pre must be one of gpt-2, smollm, got None",
-        ),
-        (
-            {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "llama-bpe"},
-            r"tokenizer\.ggml\.pre must be one of gpt-2, smollm, got 'llama-bpe'",
         ),
     ],
 )
@@ -239,93 +227,3 @@ def test_hostile_lengths_do_not_hang(tmp_path, model):
         path.write_bytes(whole[:at] + (2**60).to_bytes(8, "little") + whole[at + 8 :])
         with pytest.raises(CheckpointError, match="truncated"):
             open_checkpoint(path)
-
-
-TOKENS = [
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<tool>",
-    "a",
-    "b",
-    "ab",
-    "1",
-    "2",
-    "Ġ",
-    "Ġa",
-    "12",
-]
-TOKENIZER = {
-    "tokenizer.ggml.model": "gpt2",
-    "tokenizer.ggml.pre": "smollm",
-    "tokenizer.ggml.tokens": TOKENS,
-    "tokenizer.ggml.token_type": [3, 3, 3, 4] + [1] * 8,
-    "tokenizer.ggml.merges": ["a b", "Ġ a", "1 2"],
-    "tokenizer.ggml.bos_token_id": 1,
-    "tokenizer.ggml.eos_token_id": 2,
-    "tokenizer.ggml.unknown_token_id": 0,
-    "tokenizer.ggml.padding_token_id": 2,
-    "tokenizer.chat_template": "{{ messages }}",
-}
-
-
-def encode(checkpoint: Checkpoint, text: str, **options: Any) -> list[str]:
-    assert checkpoint.tokenizer_json is not None
-    return Tokenizer.from_str(checkpoint.tokenizer_json).encode(text, **options).tokens
-
-
-def test_several_chat_templates_are_found_by_their_names(tmp_path, model):
-    more = {
-        "tokenizer.chat_templates": ["tool_use"],
-        "tokenizer.chat_template.tool_use": "{{ tools }}",
-    }
-    found = open_checkpoint(write_gguf(tmp_path / "n.gguf", model, metadata=TOKENIZER | more))
-    assert found.chat_template == {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
-
-
-def test_tokenizer_is_rebuilt_and_digits_are_split_where_the_file_says_so(tmp_path, model):
-    smollm = open_checkpoint(write_gguf(tmp_path / "s.gguf", model, metadata=TOKENIZER))
-    gpt2 = open_checkpoint(
-        write_gguf(tmp_path / "g.gguf", model, metadata=TOKENIZER | {"tokenizer.ggml.pre": "gpt-2"})
-    )
-    assert encode(smollm, "ab a12<tool>") == ["ab", "Ġa", "1", "2", "<tool>"]
-    assert encode(gpt2, "ab a12<tool>") == ["ab", "Ġa", "12", "<tool>"]
-    tokenizer = Tokenizer.from_str(smollm.tokenizer_json)
-    ids = tokenizer.encode("<|im_start|>ab<tool><|im_end|>").ids
-    assert ids == [1, 6, 3, 2]
-    assert (
-        tokenizer.decode(ids) == "ab<tool>"
-    )  # control tokens are special, user-defined ones are text
-    assert smollm.chat_template == "{{ messages }}"
-    expected = {
-        "bos_token": "<|im_start|>",
-        "eos_token": "<|im_end|>",
-        "unk_token": "<|endoftext|>",
-        "pad_token": "<|im_end|>",
-        "add_bos_token": False,
-    }
-    assert {key: smollm.tokenizer_config[key] for key in expected} == expected
-
-
-def test_add_bos_token_puts_it_in_front(tmp_path, model):
-    metadata = TOKENIZER | {"tokenizer.ggml.add_bos_token": True}
-    checkpoint = open_checkpoint(write_gguf(tmp_path / "m.gguf", model, metadata=metadata))
-    assert checkpoint.tokenizer_config["add_bos_token"] is True
-    assert encode(checkpoint, "ab") == ["<|im_start|>", "ab"]
-    assert encode(checkpoint, "ab", add_special_tokens=False) == ["ab"]
-
-
-@pytest.mark.parametrize(
-    ("metadata", "message"),
-    [
-        ({"tokenizer.ggml.merges": ["a zz"]}, "merges: 'a zz' is no merge of two tokens"),
-        ({"tokenizer.ggml.merges": ["ab"]}, "merges: 'ab' is no merge"),
-        ({"tokenizer.ggml.tokens": ["a"] * 12}, "holds 11 duplicates"),
-        ({"tokenizer.ggml.token_type": [1]}, "token_type must hold 12 entries"),
-        ({"tokenizer.ggml.bos_token_id": 12}, r"bos_token_id must be in \[0, 12\), got 12"),
-    ],
-)
-def test_tokenizer_tables_that_do_not_fit_are_refused(tmp_path, model, metadata, message):
-    path = write_gguf(tmp_path / "m.gguf", model, metadata=TOKENIZER | metadata)
-    with pytest.raises(CheckpointError, match=message):
-        open_checkpoint(path)
