@@ -32,6 +32,7 @@ COMMANDS = {
         "buckets",
         "propose shapes to compile, from a schedule log",
     ),
+    "plan": ("jaxserve.cli.plan", "plan", "say whether a model fits chips, and how fast at best"),
     "simulate": ("jaxserve.cli.simulate", "simulate", "replay a trace on the scheduler alone"),
     "fetch": ("jaxserve.cli.fetch", "fetch NAME", "download a checkpoint by name"),
 }

@@ -7,15 +7,14 @@ there is no device. The work is done in `plan/simulate`.
 import json
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from absl import flags
 
-from jaxserve.cli.arguments import UsageError
 from jaxserve.cli.command_line import read_command_line
 from jaxserve.cli.flag_types import FloatParser
 from jaxserve.cli.flags import configure_logging, define_general, define_integer
+from jaxserve.cli.model_shapes import MODEL_HELP, find_model
 from jaxserve.cli.standard_streams import write_stdout
 from jaxserve.config import (
     ADMISSION,
@@ -25,9 +24,7 @@ from jaxserve.config import (
     CacheConfig,
     SchedulerConfig,
 )
-from jaxserve.hf_config.read import read_hf_config
 from jaxserve.plan.chips import CHIPS, chip_spec
-from jaxserve.plan.models import MODELS, ModelSpec
 from jaxserve.plan.simulate import (
     ALLOCATORS,
     ARRIVALS,
@@ -35,13 +32,6 @@ from jaxserve.plan.simulate import (
     simulate,
 )
 from jaxserve.plan.traces import TRACE_FORMATS, read_trace
-from jaxserve.weights.manifest import (
-    checkpoint_folders,
-    closest_name,
-    fetched_names,
-    is_hub_id,
-    is_name,
-)
 
 USAGE = """\
 usage: jaxserve simulate --trace=FILE --format=mooncake|azure --model=NAME|DIR --chip=NAME [flags]
@@ -145,7 +135,7 @@ def _define_machine(values: flags.FlagValues) -> None:
     flags.DEFINE_string(
         "model",
         None,
-        f"{', '.join(MODELS)}, a folder with a config.json, or a fetched name.",
+        MODEL_HELP,
         **group,
     )
     flags.DEFINE_enum("chip", None, list(CHIPS), "Whose roofline.", **group)
@@ -316,31 +306,6 @@ def simulation_config(given: dict[str, Any]) -> SimulationConfig:
         arrivals=given["arrivals"],
         rate_scale=given["rate_scale"],
     )
-
-
-def find_model(name: str) -> ModelSpec:
-    """A model by the name in the table, by the folder of its config.json, or by a fetched name.
-
-    Raises:
-        UsageError: nothing is there, or the file cannot be read.
-        CheckpointError: a config.json that says nothing the engine serves.
-    """
-    if name in MODELS:
-        return MODELS[name]
-    folders = [Path(), *(checkpoint_folders() if is_name(name) or is_hub_id(name) else ())]
-    paths = [folder / name / "config.json" for folder in folders]
-    path = next((path for path in paths if path.is_file()), None)
-    if path is None:
-        close = closest_name(name, [*MODELS, *fetched_names()])
-        raise UsageError(
-            f"--model={name}: neither a folder with a config.json, nor fetched, nor one of "
-            f"{', '.join(MODELS)}" + (f"; did you mean {close}?" if close else "")
-        )
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"--model={name}: cannot read {path}: {error}") from None
-    return ModelSpec.from_config(read_hf_config(values, None, str(path)))
 
 
 def table(record: dict[str, Any]) -> str:

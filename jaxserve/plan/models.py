@@ -1,8 +1,8 @@
 """Shapes of well-known models, for planning without their checkpoints.
 
-Read by `roofline.py`, the simulator and the scripts that compile or time shapes. Invariant (held by
-a test): `num_params` of each entry is the count that its publisher states, so weight bytes are exact.
-A shape here says nothing about whether the engine can serve the model: that is `ModelConfig`'s word.
+Read by `roofline.py`, the planner, the simulator and the scripts that compile or time shapes. Invariant
+(held by a test): `num_params` of each entry is the count that its publisher states, so weight bytes are
+exact.
 """
 
 import dataclasses
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from jaxserve.errors import ConfigError
 from jaxserve.model_config import ModelConfig
+from jaxserve.plan.model_table import CONFIGS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,7 @@ class ModelSpec:
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            max_position_embeddings=config.max_position_embeddings,
+            max_position_embeddings=config.longest_context,
             tie_word_embeddings=config.tie_word_embeddings,
             qkv_bias=config.qkv_bias,
             o_bias=config.o_bias,
@@ -153,87 +154,6 @@ class ModelSpec:
         )
 
 
-# Source of each: config.json of the checkpoint named in the comment.
 MODELS: dict[str, ModelSpec] = {
-    # HuggingFaceTB/SmolLM2-135M-Instruct
-    "smollm2-135m": ModelSpec(
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_layers=30,
-        num_heads=9,
-        num_kv_heads=3,
-        head_dim=64,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-    ),
-    # meta-llama/Llama-3.2-1B
-    "llama-3.2-1b": ModelSpec(
-        vocab_size=128256,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_layers=16,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=64,
-        max_position_embeddings=131072,
-        tie_word_embeddings=True,
-    ),
-    # meta-llama/Llama-3.1-8B; Llama 3 has the same shape and a context of 8,192
-    "llama-3-8b": ModelSpec(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        max_position_embeddings=131072,
-    ),
-    # meta-llama/Llama-3.1-70B; likewise
-    "llama-3-70b": ModelSpec(
-        vocab_size=128256,
-        hidden_size=8192,
-        intermediate_size=28672,
-        num_layers=80,
-        num_heads=64,
-        num_kv_heads=8,
-        head_dim=128,
-        max_position_embeddings=131072,
-    ),
-    # mistralai/Mistral-7B-v0.3
-    "mistral-7b": ModelSpec(
-        vocab_size=32768,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        max_position_embeddings=32768,
-    ),
-    # Qwen/Qwen2.5-7B; biases on q, k and v
-    "qwen2.5-7b": ModelSpec(
-        vocab_size=152064,
-        hidden_size=3584,
-        intermediate_size=18944,
-        num_layers=28,
-        num_heads=28,
-        num_kv_heads=4,
-        head_dim=128,
-        max_position_embeddings=131072,
-        qkv_bias=True,
-    ),
-    # Qwen/Qwen3-8B; norms of q and k
-    "qwen3-8b": ModelSpec(
-        vocab_size=151936,
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_layers=36,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        max_position_embeddings=40960,
-        qk_norm=True,
-    ),
+    name: ModelSpec.from_config(config) for name, config in CONFIGS.items()
 }

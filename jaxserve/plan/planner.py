@@ -22,7 +22,8 @@ from pallas_kernels import dispatch
 from pallas_kernels.page_bytes import ITEM_BYTES
 
 MAX_CHIPS = 4096
-_LOGITS_COPIES = 4  # raw, processed, and what the sampler makes of them
+# Raw and processed logits, and what the sampler makes of them when it sorts; as XLA compiles it for TPUs.
+_LOGITS_COPIES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +131,11 @@ class Memory:
         """What is left for pages; negative where the weights do not fit."""
         taken = self.weight_bytes + self.step_bytes + self.count_table_bytes
         return self.usable_bytes - taken
+
+    @property
+    def resident_bytes(self) -> int:
+        """Weights, table and pages: what stays from step to step."""
+        return self.weight_bytes + self.count_table_bytes + self.num_pages * self.page_bytes
 
     @property
     def num_pages(self) -> int:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from jaxserve.cli.main import main
-from jaxserve.cli.simulate import find_model, simulate_flags, simulation_config
+from jaxserve.cli.model_shapes import find_model
+from jaxserve.cli.simulate import simulate_flags, simulation_config
 from jaxserve.config import SchedulerConfig
 
 REPOSITORY = Path(__file__).parent.parent.parent
