@@ -8,28 +8,27 @@ in the same place. The steps themselves stand in `step_loop`, what a request mak
 `jaxserve.groups`.
 """
 
-import threading
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Several
 
-from jaxserve.errors import ConfigError, InvalidRequestError, shown
 from jaxserve.executor import Executor, StepHandle
-from jaxserve.groups.branch import branch_grammar, branch_request
-from jaxserve.groups.group import Group
-from jaxserve.groups.invariants import check_requests
-from jaxserve.groups.limits import Limits
-from jaxserve.groups.make import Arrivals, Grammars, Watchers, make_group
-from jaxserve.groups.outbox import Outbox, count_tokens
-from jaxserve.request import Request, RequestOutput, as_token_ids
+from jaxserve.groups.branch import branch_off
+from jaxserve.groups.make import Grammars, Watchers
+from jaxserve.groups.outbox import count_tokens
+from jaxserve.groups.requests import Requests
+from jaxserve.request import Request, RequestOutput
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.schedule.observer import StepObserver
-from jaxserve.schedule.plan import StepResult
 from jaxserve.schedule.scheduler import Scheduler
 from jaxserve.schedule.sequence import Sequence
+from jaxserve.schedule.starting_over import restart
 from jaxserve.schedule.stats import scheduler_stats
-from jaxserve.stats import EngineStats
+from jaxserve.sleep import Sleep
+from jaxserve.stats import EngineStats, executor_stats
 from jaxserve.step_loop import StepLoop
+from jaxserve.turns import Turns
+from jaxserve.weights_switch import WeightsSwitch, check_update_mode
 
 
 class Engine:
@@ -65,24 +64,27 @@ class Engine:
         self.max_model_len = max_model_len
         self.eos_token_ids = frozenset(eos_token_ids)
         self.observers: list[StepObserver] = []  # look on at every step
+        self.requests = Requests(
+            scheduler,
+            vocab_size=vocab_size,
+            max_model_len=max_model_len,
+            eos_token_ids=self.eos_token_ids,
+            seed=seed,
+        )
         self._loop = StepLoop(
             executor=executor,
             scheduler=scheduler,
-            take_in=self._take_in,
+            take_in=self.requests.take_in,
             observers=self.observers,
             clock=clock,
             async_scheduling=async_scheduling,
             vocab_size=vocab_size,
         )
         self.clock = clock
-        self._seed = seed
-        self._groups: dict[str, Group] = {}
-        self._held_groups: dict[str, Group] = {}  # ended, their pages kept for `fork`
-        self._outbox = Outbox()
-        self._one_at_a_time = threading.Lock()
+        self._switch = WeightsSwitch(executor, scheduler)
+        self._sleep = Sleep(executor, scheduler)
+        self._turns = Turns()
         self._in_change = False  # still set when the next call comes: the last one was cut short
-        self.arrivals = Arrivals()
-        self._num_prompt_tokens = 0
         self._num_output_tokens = 0
 
     def add(self, request: Request, watcher: Watchers = None, grammar: Grammars = None) -> None:
@@ -99,7 +101,7 @@ class Engine:
         Raises:
             InvalidRequestError: the request is at fault; nothing was taken for it.
         """
-        with self._alone("add"):
+        with self._turns.take("add"):
             self._recover()
             self._add(request, watcher, grammar)
 
@@ -141,21 +143,21 @@ class Engine:
 
         Source: tree of thoughts over shared KV pages, SGLang (Zheng et al., 2024), section 3.
         """
-        with self._alone("fork"):
+        with self._turns.take("fork"):
             self._recover()
             self._drain()
-            group = self._group(request_id) if isinstance(request_id, str) else None
-            if group is None:
-                raise InvalidRequestError(
-                    f"request {shown(request_id)} is neither in flight nor held", param="id"
-                )
-            parent, known = group.branch_point(index)
-            request, num_shared = branch_request(
-                group.request, new_id, known, num_tokens, append_token_ids, sampling_params, hold
+            branch = branch_off(
+                self.requests.find(request_id) if isinstance(request_id, str) else None,
+                request_id,
+                new_id,
+                index=index,
+                num_tokens=num_tokens,
+                append_token_ids=append_token_ids,
+                sampling_params=sampling_params,
+                hold=hold,
+                grammar=grammar,
             )
-            if sampling_params is None and grammar is None:
-                grammar = branch_grammar(parent, request, num_shared)
-            self._add(request, watcher, grammar, parent, num_shared)
+            self._add(branch.request, watcher, branch.grammar, branch.parent, branch.num_shared)
 
     def _add(
         self,
@@ -165,36 +167,14 @@ class Engine:
         parent: Sequence | None = None,
         num_tokens: int = 0,
     ) -> None:
-        prompt = as_token_ids(request.prompt_token_ids)
-        if self.has_request(request.id) or request.id in self._held_groups:
-            raise InvalidRequestError(f"id {request.id!r} is already in flight or held", param="id")
-        limits = Limits(
-            vocab_size=self.vocab_size,
-            max_model_len=self.max_model_len,
-            num_slots=self.scheduler.kv.num_slots,
-        )
-        max_tokens = limits.output_budget(request, prompt)
-        group = make_group(
-            request,
-            prompt,
-            max_tokens,
-            watcher,
-            grammar,
-            arrival=self.arrivals.num_requests,
-            engine_seed=self._seed,
-            eos_token_ids=self.eos_token_ids,
-            scheduler=self.scheduler,
-            outbox=self._outbox,
-        )
-        self.arrivals.num_requests += 1
-        self._num_prompt_tokens += len(prompt)
+        group = self.requests.make(request, watcher, grammar)
         group.arrival_s = self.clock()
         self._in_change = True
         group.start(parent, num_tokens)
         if group.has_ended:  # it asked for no tokens; its output lies in the outbox
             self._in_change = False
         else:
-            self._groups[request.id], self._in_change = group, False
+            self.requests.in_flight[request.id], self._in_change = group, False
 
     def abort(self, request_id: str, index: int | None = None) -> RequestOutput | None:
         """Ends a request between two steps and returns its pages; lets go of one that is held.
@@ -207,60 +187,122 @@ class Engine:
             What it still held back, with finish_reason "abort"; None when nothing of the request is
             in flight.
         """
-        with self._alone("abort"):
+        with self._turns.take("abort"):
             self._recover()
-            group = self._group(request_id) or self._outbox.owner(request_id)
+            requests = self.requests
+            outbox = requests.outbox
+            group = requests.find(request_id) or outbox.owner(request_id)
             if group is None:
                 return None
             if index is not None:
                 group.check_index(index)
             self._in_change = True
-            if not group.has_ended:
-                group.abort(index)
-                if group.has_ended:
-                    self._settle(group)
-            if index is None and request_id in self._held_groups:
-                group.let_go()
-                del self._held_groups[request_id]
-            outputs = self._outbox.gather(group, index)
+            requests.abort(group, index)
+            outputs = outbox.gather(group, index)
             num_output_tokens = self._num_output_tokens + count_tokens(outputs)
-            self._outbox.remove(group, index)
+            outbox.remove(group, index)
             self._in_change, self._num_output_tokens = False, num_output_tokens
+            self._let_weights_in()
             return outputs[0] if outputs else None
 
-    def _group(self, request_id: str) -> Group | None:
-        """The request of this id that is in flight or held."""
-        return self._groups.get(request_id) or self._held_groups.get(request_id)
+    @property
+    def weights_version(self) -> int:
+        """How often other weights took over; `CompletionOutput.weights_versions` is in these numbers."""
+        return self.scheduler.weights_version
 
-    def update_params(self, params: object) -> None:
-        """Goes on with other weights of the same model.
+    def update_params(self, params: object, *, mode: str = "continue") -> int:
+        """Goes on with other weights of the same model; nothing is compiled.
 
-        Requests in flight keep the tokens they have and go on with the new weights; their KV is
-        computed again, and nothing that the old ones computed is used any more.
+        Nothing that the old ones computed is used by the new ones: cached pages are given up. When
+        that happens to requests in flight is the mode's to say:
+
+            continue     now: they keep the tokens they have, and their KV is computed again
+            finish_old   when those in flight have ended with the old weights, which stay in memory
+                         until then; who is added meanwhile waits
+            abort        now: they end with finish_reason "abort", handed out by the next `step`
 
         Args:
             params: as the executor's own: same tree, shapes and types.
+            mode: one of these. Weights that are still waiting are replaced, whatever the mode.
+
+        Returns:
+            The version that tokens of the new weights will be tagged with.
 
         Raises:
-            ConfigError: they are not; nothing has changed.
+            ConfigError: another tree, shape or type, or no such mode; nothing has changed.
         """
-        with self._alone("update_params"):
+        check_update_mode(mode)
+        with self._turns.take("update_params"):
             self._recover()
+            prepared = self.executor.prepare_params(params)
+            waits = mode == "finish_old" and bool(self.requests.in_flight)
+            if waits:
+                self._sleep.check_may_wait()
+            else:
+                self._drain()
+            if mode == "abort":
+                self._in_change = True
+                self.requests.abort_all()
+                self._in_change = False
+            barrier = self.requests.arrivals.num_requests if waits else 0
+            version = self._switch.give(prepared, barrier=barrier)
+            self._let_weights_in()
+            return version
+
+    def _let_weights_in(self) -> None:
+        """Those that wait, once the requests before them have ended."""
+        if self._switch.may_take_over(self.requests.in_flight.values()):
             self._drain()
             self._in_change = True
-            try:
-                self.executor.update_params(params)
-            except ConfigError:  # the old ones stay, and all that they computed
-                self._in_change = False
-                raise
-            self.scheduler.change_weights()
+            self._switch.take_over()
+            self._sleep.take_params()
             self._in_change = False
             for observer in self.observers:
                 observer.weights_changed()
 
+    @property
+    def is_asleep(self) -> bool:
+        """Whether `sleep` was called, and not `wake`."""
+        return self._sleep.level > 0
+
+    def sleep(self, *, level: int = 1) -> None:
+        """Gives the memory of the KV pages back, on the device and in host RAM.
+
+        Requests in flight wait, keep their tokens, and go on after `wake` as if nothing had been; new
+        ones are queued. Meanwhile `has_work` says no, and `step` hands out what is left and raises when
+        nothing is.
+
+        Args:
+            level: 1 = the pages; 2 = the weights too, as far as nobody else has them: `update_params`
+                has to come before `wake`.
+
+        Raises:
+            ConfigError: no such level; 2 while requests are to end with the old weights.
+        """
+        with self._turns.take("sleep"):
+            self._recover()
+            self._sleep.check_level(level, self._switch.following is not None)
+            self._drain()
+            self._in_change = True
+            self._sleep.begin(level)
+            self._in_change = False
+
+    def wake(self) -> None:
+        """Makes the pages anew, after `sleep`; nothing is compiled.
+
+        Raises:
+            RuntimeError: the weights were given up, and no others were given. It still sleeps then, as
+                when there is no memory for the pages.
+        """
+        with self._turns.take("wake"):
+            self._recover()
+            self._in_change = True
+            self._sleep.end()
+            self._in_change = False
+
     def reset_prefix_cache(self) -> int:
         """Gives up every cached page that no sequence uses; returns how many."""
-        with self._alone("reset_prefix_cache"):
+        with self._turns.take("reset_prefix_cache"):
             self._recover()
             self._in_change = True
             num_pages = self.scheduler.kv.evict_all()
@@ -269,11 +311,14 @@ class Engine:
 
     def has_request(self, request_id: str) -> bool:
         """Whether a request is in flight, or its output has not been handed out yet."""
-        return request_id in self._groups or self._outbox.has(request_id)
+        return self.requests.has(request_id)
 
     def has_work(self) -> bool:
-        """Whether `step` has something to do or to hand out. Requests that are only held are none."""
-        return bool(self._groups) or bool(self._outbox)
+        """Whether `step` has something to do or to hand out. Requests that are only held are none, nor
+        are those that wait for `wake`.
+        """
+        requests = self.requests
+        return bool(requests.outbox) or (bool(requests.in_flight) and not self._sleep.level)
 
     def begin_step(self) -> StepHandle | None:
         """Sends what `step` would, so that whoever drives several engines can wait for all of them.
@@ -281,10 +326,11 @@ class Engine:
         Returns:
             What the next `step` will wait for; None when it waits for nothing.
         """
-        with self._alone("begin_step"):
+        with self._turns.take("begin_step"):
             self._recover()
+            self._let_weights_in()
             self._in_change = True
-            handle = self._loop.begin()
+            handle = None if self._sleep.level else self._loop.begin()
             self._in_change = False
         return handle
 
@@ -299,13 +345,20 @@ class Engine:
             have any. A choice that ends appears with its finish_reason, even when it released
             nothing.
         """
-        with self._alone("step"):
+        with self._turns.take("step"):
             self._recover()
+            requests = self.requests
+            self._let_weights_in()
+            if self._sleep.level and not requests.outbox:
+                raise RuntimeError("Engine.step: the engine sleeps; wake() has to come first")
+            if not self._sleep.level:
+                self._in_change = True
+                self._loop.step()
+                self._let_weights_in()
             self._in_change = True
-            self._loop.step()
-            outputs = self._outbox.gather()
+            outputs = requests.outbox.gather()
             num_output_tokens = self._num_output_tokens + count_tokens(outputs)
-            self._outbox.remove()
+            requests.outbox.remove()
             self._in_change, self._num_output_tokens = False, num_output_tokens
         return outputs
 
@@ -313,55 +366,8 @@ class Engine:
         """Finishes the step under way; what it releases is handed out by the next `step`."""
         self._in_change = True
         self._loop.drain()
-        self._outbox.keep()
+        self.requests.outbox.keep()
         self._in_change = False
-
-    def _take_in(self, result: StepResult, now_s: float) -> None:
-        groups = self._groups
-        advanced, failed = result
-        ended: set[Group] = set()
-        for seq in failed:
-            group = groups[seq.request.id]
-            group.fail(seq)
-            if group.has_ended:
-                ended.add(group)
-        beams: dict[Group, list[Sequence]] = {}
-        for seq in advanced:
-            group = groups[seq.request.id]
-            if group.last_token_s is None:
-                group.first_token_s = now_s
-            group.last_token_s = now_s
-            if seq.wants_candidates:  # all of a group at once
-                beams.setdefault(group, []).append(seq)
-            elif not group.take_plain_token(seq):
-                group.advance((seq,))
-                if group.has_ended:
-                    ended.add(group)
-        for group, seqs in beams.items():
-            group.advance(seqs)
-            if group.has_ended:
-                ended.add(group)
-        for group in ended:
-            self._settle(group)
-
-    def _settle(self, group: Group) -> None:
-        """Takes a request that has ended out of those in flight."""
-        if group.held:
-            self._held_groups[group.request.id] = group
-        self._groups.pop(group.request.id, None)
-
-    def _alone(self, method: str) -> threading.Lock:
-        """The lock that a call holds, for its `with`; refuses a call while another one is inside.
-
-        A plain lock in a `with` of its own: no interrupt comes between taking it and being sure to
-        give it back. (Two that pass the check at the same time come one after the other.)
-        """
-        if self._one_at_a_time.locked():
-            raise RuntimeError(
-                f"Engine.{method} was called while another thread is inside the engine: "
-                "drive an engine from one thread, or put a lock around it"
-            )
-        return self._one_at_a_time
 
     def _recover(self) -> None:
         """After a call that was cut short: throws away pages and queues; each unfinished sequence
@@ -370,29 +376,24 @@ class Engine:
         if not self._in_change:
             return
         self._loop.forget()
-        self._outbox.keep()
-        groups = self._groups | self._held_groups
-        seqs = [seq for group in groups.values() for seq in group.rewind()]
-        self._held_groups = {name: g for name, g in groups.items() if g.has_ended and g.held}
-        self._groups = {name: g for name, g in groups.items() if not g.has_ended}
-        self.executor.reset()
-        self.scheduler.restart(seqs)
+        seqs = self.requests.rewind()
+        self._sleep.recover()
+        self._switch.recover()
+        restart(self.scheduler, seqs)
         self._in_change = False
 
     def stats(self) -> EngineStats:
         """Counters and gauges as they stand between two steps."""
-        chosen = self.executor.description
         return EngineStats(
             **scheduler_stats(self.scheduler),
+            **executor_stats(self.executor.description),
             max_model_len=self.max_model_len,
-            num_prompt_tokens=self._num_prompt_tokens,
+            num_prompt_tokens=self.requests.num_prompt_tokens,
             num_output_tokens=self._num_output_tokens,
-            attention_backend=str(chosen["attention_backend"]),
-            attention_interpret=bool(chosen["attention_interpret"]),
-            dtype=str(chosen["dtype"]),
-            kv_cache_dtype=str(chosen["kv_cache_dtype"]),
+            weights_version=self.weights_version,
+            is_asleep=self.is_asleep,
         )
 
     def check_invariants(self) -> None:
         """Raises AssertionError when the queues, the pages and the requests in flight disagree."""
-        check_requests(self._groups, self._held_groups, self._outbox, self.scheduler)
+        self.requests.check_invariants()

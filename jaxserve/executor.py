@@ -80,13 +80,22 @@ class Executor(Protocol):
         the layers start, and the rest with `give_masks`."""
         ...
 
-    def update_params(self, params: object) -> None:
-        """Runs every step from now on with other weights: same tree, shapes and types. No
-        step may be under way.
+    def prepare_params(self, params: object) -> object:
+        """Other weights, checked and on the device, beside those in use; for `use_params`.
 
         Raises:
-            ConfigError: another tree, shape or type; nothing was changed.
+            ConfigError: another tree, shape or type than the executor's own.
         """
+        ...
+
+    def use_params(self, prepared: object) -> None:
+        """Runs every step from now on with what `prepare_params` made; doing so twice changes nothing.
+        No step may be under way."""
+        ...
+
+    def release(self, *, params: bool) -> None:
+        """Gives the memory of the pages back, on the device and in host RAM, until `reset`; and with
+        `params` that of the weights, until `use_params`. No step may be under way."""
         ...
 
     def reset(self) -> None:

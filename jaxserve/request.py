@@ -185,13 +185,15 @@ class CompletionOutput:
         token_ids: released ids, cut where the text is cut; an end-of-sequence id is kept as the
             last one.
         logprobs: natural logs in f32, one per id, or None when not asked for; at least -9999.
-        top_logprobs: per id the likeliest tokens there as (token id, natural-log probability), best
-            first; the id itself need not be among them. None when not asked for.
         finish_reason: None while running; at the end "stop", "length", "abort", or "error" when the
             model computed something that is no finite number.
         stop_reason: the stop string or stop token id that ended it, "non_finite_logits" for an
             error, None for the end set and other endings.
         score: of a beam, what `BeamParams.length_penalty` says; None otherwise.
+        top_logprobs: per id the likeliest tokens there as (token id, natural-log probability), best
+            first; the id itself need not be among them. None when not asked for.
+        weights_versions: per id the version of the weights that it was sampled by, as
+            `Engine.weights_version` counts them.
     """
 
     index: int
@@ -202,6 +204,8 @@ class CompletionOutput:
     stop_reason: str | int | None = None
     score: float | None = None
     top_logprobs: list[list[tuple[int, float]]] | None = None
+    # Two runs may say the same by weights that were counted otherwise.
+    weights_versions: list[int] = field(default_factory=list, compare=False)
 
 
 class RequestTimes(NamedTuple):
@@ -282,4 +286,5 @@ def merge_completions(pieces: Sequence[CompletionOutput]) -> CompletionOutput:
         stop_reason=last.stop_reason,
         score=last.score,
         top_logprobs=[x for p in pieces for x in p.top_logprobs or ()] if has_top else None,
+        weights_versions=[v for p in pieces for v in p.weights_versions],
     )

@@ -87,6 +87,9 @@ class EngineStats:
     num_swaps: int
     num_recomputes: int
     num_swaps_refused: int  # recomputed although a swap was wanted: no room in host RAM
+    # weights
+    weights_version: int  # how often others took over
+    is_asleep: bool  # it has given its memory back
     # what was chosen
     page_size: int
     max_num_seqs: int
@@ -189,8 +192,20 @@ GROUPS = {
         "dtype",
         "kv_cache_dtype",
         "num_replicas",
+        "weights_version",
+        "is_asleep",
     ),
 }
+
+
+def executor_stats(description: Mapping[str, object]) -> dict[str, Any]:
+    """Fields of `EngineStats`, by name: what the executor's description says was chosen."""
+    return {
+        "attention_backend": str(description["attention_backend"]),
+        "attention_interpret": bool(description["attention_interpret"]),
+        "dtype": str(description["dtype"]),
+        "kv_cache_dtype": str(description["kv_cache_dtype"]),
+    }
 
 
 def _share(part: int, whole: int) -> float:

@@ -146,14 +146,14 @@ class FakeExecutor:
         poison: Sequence[int] = (),
         draws: bool = False,
     ):
-        self.slots = np.full((num_pages, page_size), UNWRITTEN, np.int64)
-        self.host_slots = np.full((num_host_pages, page_size), UNWRITTEN, np.int64)
         self.page_size = page_size
+        self._num_pages, self._num_host_pages = num_pages, num_host_pages
+        self._make_slots()
         self.poison = frozenset(poison)
         self.draws = draws
         self.num_steps = 0
         self.num_computed_tokens = 0
-        self.weights = 0
+        self.weights: int | None = 0
         self.last_batch: DeviceBatch | None = None
         self._last_ids = np.zeros(0, np.int32)  # what the rows of the last batch sampled
         self._counts: np.ndarray | None = None  # i32[S, V], once a batch has penalties
@@ -174,16 +174,28 @@ class FakeExecutor:
     def warm_up(self) -> None:
         pass
 
+    def _make_slots(self) -> None:
+        self.slots = np.full((self._num_pages, self.page_size), UNWRITTEN, np.int64)
+        self.host_slots = np.full((self._num_host_pages, self.page_size), UNWRITTEN, np.int64)
+
     def reset(self) -> None:
-        self.slots[:] = UNWRITTEN
-        self.host_slots[:] = UNWRITTEN
+        self._make_slots()
         self._last_ids = np.zeros(0, np.int32)
         self._counts = None
 
-    def update_params(self, params: object) -> None:
+    def prepare_params(self, params: object) -> int:
         """The number by which every token of the context is shifted."""
         assert isinstance(params, int)
-        self.weights = params
+        return params
+
+    def use_params(self, prepared: int) -> None:
+        self.weights = prepared
+
+    def release(self, *, params: bool) -> None:
+        """Whoever needs a page or the weights now fails."""
+        self.slots = self.host_slots = np.zeros((0, self.page_size), np.int64)
+        if params:
+            self.weights = None
 
     def submit(self, batch: DeviceBatch) -> FakeHandle:
         """Runs all steps of a batch at once; nobody sees what came of them before `result`."""
@@ -273,6 +285,7 @@ class FakeExecutor:
             assert (pages != 0).all(), "a live token would be written to the null page"
             assert all(readers[p] == 1 for p in set(pages.tolist())), "a shared page is written"
             ids = batch.token_ids[begin:end].astype(np.int64)
+            assert self.weights is not None, "there are no weights"
             self.slots[pages, positions % self.page_size] = ids + self.weights
 
     def _sample(

@@ -5,7 +5,7 @@
     llm, llm_arguments, prepare, async_engine, the package's own __init__               7
     build                                                                      6
     device, weights, plan.simulate                                             5
-    engine, step_loop, groups, replicas                                        4
+    engine, step_loop, sleep, turns, weights_switch, groups, replicas          4
     executor, schedule                                                         3
     pages, text, constraints, model, sample                                    2
     plan.capacity, plan.roofline, model_config, rope_config, hf_config, field_checks, sampling_params,
@@ -46,6 +46,9 @@ LEVELS = {
     "jaxserve.schedule": 3,
     "jaxserve.engine": 4,
     "jaxserve.step_loop": 4,
+    "jaxserve.sleep": 4,
+    "jaxserve.turns": 4,
+    "jaxserve.weights_switch": 4,
     "jaxserve.groups": 4,
     "jaxserve.replicas": 4,
     "jaxserve.device": 5,

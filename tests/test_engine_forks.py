@@ -121,7 +121,7 @@ def test_what_a_fork_inherits_and_what_it_may_change():
     engine.step()
     engine.fork("root", "branch")
     engine.fork("root", "twin")
-    request = engine._groups["branch"].request
+    request = engine.requests.in_flight["branch"].request
     assert (request.priority, request.cache_salt, request.hold) == (7, salt, False)
     assert (request.sampling_params.n, request.sampling_params.max_tokens) == (1, 5)
     parts = drain(engine)
@@ -319,7 +319,7 @@ def test_refused_weights_cost_nobody_anything(monkeypatch):
         raise ConfigError("another shape")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine.executor, "update_params", refuse)
+        patch.setattr(engine.executor, "prepare_params", refuse)
         with pytest.raises(ConfigError, match="another shape"):
             engine.update_params(1)
     before = engine.stats().num_scheduled_tokens

@@ -200,7 +200,7 @@ def test_masks_come_when_the_tokens_before_are_known(mode, tight):
         params = SamplingParams(max_tokens=15, temperature=0, n=n)
         engine.add(Request(id=str(number), prompt_token_ids=prompt, sampling_params=params))
         if number % 2 == 0:
-            for choice in engine._groups[str(number)].choices:
+            for choice in engine.requests.in_flight[str(number)].choices:
                 constraints.append(Every())
                 choice.seq.constraints = (constraints[-1],)
         ids = (expected_tokens if number % 2 else expected_masked)(prompt, 15)
@@ -233,7 +233,7 @@ def test_rows_that_have_ended_may_sample_everything():
     engine.add(Request(id="a", prompt_token_ids=prompt, sampling_params=params))
     seen: list[np.ndarray] = []
     constraint = Every()
-    (choice,) = engine._groups["a"].choices
+    (choice,) = engine.requests.in_flight["a"].choices
     choice.seq.constraints = (constraint,)
     submit = engine.executor.submit
 

@@ -168,23 +168,46 @@ class DeviceExecutor:
         self._sampler.reset()
         self._kv_pages = make_pools(self._shapes, self._programs)
 
-    def update_params(self, params: object) -> None:
-        """Other weights of the same model from the next step on. Pages keep what the old ones
-        computed, and an 8-bit KV cache its scales: both are the caller's to judge.
+    def prepare_params(self, params: object) -> Params:
+        """Other weights of the same model, for `use_params`.
 
         Args:
             params: as `build.LoadedModel.params`. numpy arrays may change afterwards; arrays on the
-                device are shared, so donate them to nothing. Old and new weights are on the device
-                together for a moment.
+                device are shared, so donate them to nothing. Until `use_params` old and new weights are
+                on the device together.
 
         Raises:
-            ConfigError: a leaf at fault, by name; the old weights stay.
+            ConfigError: a leaf at fault, by name.
+        """
+        model = self._shapes.model
+        return put_params(params, model.abstract_params, own=True, pack=model.packs)
+
+    def use_params(self, prepared: Params) -> None:
+        """Other weights from the next step on. Pages keep what the old ones computed, and an 8-bit KV
+        cache its scales: both are the caller's to judge.
+
+        Args:
+            prepared: from `prepare_params`.
+
+        Raises:
             RuntimeError: a step is under way.
         """
         if self._last is not None and not self._last.is_done:
-            raise RuntimeError("update_params: a step is under way; wait for its result first")
-        model = self._shapes.model
-        self._take_params(put_params(params, model.abstract_params, own=True, pack=model.packs))
+            raise RuntimeError("use_params: a step is under way; wait for its result first")
+        self._take_params(prepared)
+
+    def release(self, *, params: bool) -> None:
+        """Gives up the pages, the table that penalties read and what is in host RAM, until `reset`.
+
+        Args:
+            params: the weights too, until `use_params`; who shares them keeps them.
+        """
+        self._last = None
+        self._kv_pages = []
+        self._sampler.release()
+        self._moves.storage.release()
+        if params:
+            self._params, self._layer_params, self._head_params = {}, [], {}
 
     def _take_params(self, params: Params) -> None:
         layers = self._shapes.model.layer_params(params)

@@ -74,6 +74,11 @@ class HostStorage:
         """Drops what is on its way; what its pages hold means nothing from now on."""
         self._arrivals.clear()
 
+    def release(self) -> None:
+        """Gives the memory back; there are as many pages as before, and they hold nothing."""
+        self.forget()
+        self._pages = np.empty_like(self._pages)
+
     def check_invariants(self) -> None:
         """Raises AssertionError if something is on its way that has no place here, or too much is."""
         assert len(self._arrivals) <= MAX_UNDER_WAY, len(self._arrivals)

@@ -59,6 +59,10 @@ class RowSampler:
         self.last_ids = jnp.zeros(last_ids.shape, last_ids.dtype)
         self._counts = make_count_table(self._programs)
 
+    def release(self) -> None:
+        """Gives its memory back until `reset`, all that grows with the number of sequences."""
+        self.last_ids = self._counts = None  # type: ignore[assignment]
+
     def __call__(
         self,
         batch: DeviceBatch,

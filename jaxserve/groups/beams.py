@@ -120,6 +120,7 @@ class BeamGroup(Group):
         self._num_made += 1
         child.token_ids = parent.token_ids[:]
         child.logprobs = parent.logprobs[:]
+        child.version_starts = parent.version_starts[:]
         child.append(extension.token_id, extension.logprob)
         return child
 
@@ -175,6 +176,8 @@ class BeamGroup(Group):
             finish_reason=hypothesis.finish_reason,
             stop_reason=reason,
             score=hypothesis.score,
+            # The beams go in lockstep, so tokens of one position are of one version.
+            weights_versions=self.beams[0].weights_versions(0, len(token_ids)),
         )
 
     def fail(self, seq: Sequence) -> None:

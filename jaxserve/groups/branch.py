@@ -3,13 +3,60 @@
 import dataclasses
 from collections.abc import Iterable
 from collections.abc import Sequence as Several
-from typing import cast
+from typing import NamedTuple, cast
 
 from jaxserve.constraints.constraint import Grammar
+from jaxserve.errors import InvalidRequestError, shown
 from jaxserve.field_checks import plain, require, require_within
+from jaxserve.groups.group import Group
+from jaxserve.groups.make import Grammars
 from jaxserve.request import Request
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.schedule.sequence import Sequence
+
+
+class Branch(NamedTuple):
+    """What is to be queued, and where it branches off: from `parent`, after `num_shared` of its tokens."""
+
+    request: Request
+    grammar: Grammars
+    parent: Sequence
+    num_shared: int
+
+
+def branch_off(
+    group: Group | None,
+    request_id: object,
+    new_id: str,
+    *,
+    index: int,
+    num_tokens: int | None,
+    append_token_ids: Several[int],
+    sampling_params: SamplingParams | None,
+    hold: bool,
+    grammar: Grammars,
+) -> Branch:
+    """A branch of a request, checked.
+
+    Args:
+        group: of the request; None where there is none by that name.
+        request_id, new_id, index, num_tokens, append_token_ids, sampling_params, hold, grammar: as in
+            `Engine.fork`.
+
+    Raises:
+        InvalidRequestError: there is nothing to fork by that name; the new request is at fault.
+    """
+    if group is None:
+        raise InvalidRequestError(
+            f"request {shown(request_id)} is neither in flight nor held", param="id"
+        )
+    parent, known = group.branch_point(index)
+    request, num_shared = branch_request(
+        group.request, new_id, known, num_tokens, append_token_ids, sampling_params, hold
+    )
+    if sampling_params is None and grammar is None:
+        grammar = branch_grammar(parent, request, num_shared)
+    return Branch(request, grammar, parent, num_shared)
 
 
 def branch_request(

@@ -92,6 +92,7 @@ class Choice:
             top_logprobs=seq.top_logprobs[begin:end] if seq.num_top_logprobs else None,
             finish_reason=reason,
             stop_reason=stop_reason,
+            weights_versions=seq.weights_versions(begin, end),
         )
 
 
@@ -174,10 +175,16 @@ class ChoiceGroup(Group):
         if token_id in seq.stop_ids:
             return False
         output = CompletionOutput(
-            choice.index, "", [token_id], seq.logprobs[-1:] if self.wants_logprobs else None
+            choice.index,
+            "",
+            [token_id],
+            seq.logprobs[-1:] if self.wants_logprobs else None,
+            None,
+            None,
+            None,
+            seq.top_logprobs[-1:] if seq.num_top_logprobs else None,
+            [seq.version_starts[-1][1]],
         )
-        if seq.num_top_logprobs:
-            output.top_logprobs = seq.top_logprobs[-1:]
         ready = self.outbox.ready
         news = [*ready.get(self, ()), output]
         # Stores and no call in one statement: no interrupt can come between them.

@@ -49,7 +49,7 @@ class ReplicatedEngine:
         self.observers: list[StepObserver] = []  # look on at every step of every engine
         for engine in engines:
             engine.observers.append(_Relay(self.observers))
-            engine.arrivals = first.arrivals
+            engine.requests.arrivals = first.requests.arrivals
         kv = first.scheduler.kv
         self._router = Router(
             [engine.scheduler for engine in engines],
@@ -115,14 +115,32 @@ class ReplicatedEngine:
             self._router.observe(output)
         return output
 
-    def update_params(self, params: Any, **how: Any) -> None:
+    @property
+    def weights_version(self) -> int:
+        """As `Engine.weights_version`: that of the replica which lags, while they differ."""
+        return min(engine.weights_version for engine in self.engines)
+
+    def update_params(self, params: Any, *, mode: str = "continue") -> int:
         """Gives every engine the new weights, one after the other; see `Engine.update_params`.
 
         Raises:
             ConfigError: they do not fit; nothing has changed, for all engines check the same.
         """
+        return max([engine.update_params(params, mode=mode) for engine in self.engines])
+
+    @property
+    def is_asleep(self) -> bool:
+        return any(engine.is_asleep for engine in self.engines)
+
+    def sleep(self, *, level: int = 1) -> None:
+        """As `Engine.sleep`, every replica."""
         for engine in self.engines:
-            engine.update_params(params, **how)
+            engine.sleep(level=level)
+
+    def wake(self) -> None:
+        """As `Engine.wake`, every replica; where one cannot, those behind it sleep on too."""
+        for engine in self.engines:
+            engine.wake()
 
     def reset_prefix_cache(self) -> int:
         """Gives up every cached page that no sequence uses; returns how many, of all engines."""
@@ -142,6 +160,8 @@ class ReplicatedEngine:
             As `Engine.step`. One that fails raises here; what the others released comes with the next
             call.
         """
+        if self.is_asleep and not self.has_work():
+            raise RuntimeError("ReplicatedEngine.step: it sleeps; wake() has to come first")
         handles: dict[int, StepHandle] = {}
         ready: list[int] = []
         for replica, engine in enumerate(self.engines):

@@ -20,7 +20,7 @@ _EQUAL = (
     "dtype",
     "kv_cache_dtype",
 )
-_SPECIAL = ("by_bucket", "last_step", "num_replicas")
+_SPECIAL = ("by_bucket", "last_step", "num_replicas", "weights_version", "is_asleep")
 
 
 def merge_stats(parts: Sequence[EngineStats]) -> EngineStats:
@@ -42,6 +42,8 @@ def merge_stats(parts: Sequence[EngineStats]) -> EngineStats:
         by_bucket=_merge_buckets(parts),
         last_step=busiest.last_step,
         num_replicas=len(parts),
+        weights_version=min(one.weights_version for one in parts),
+        is_asleep=any(one.is_asleep for one in parts),
     )
 
 

@@ -21,9 +21,7 @@ Invariants (`check_invariants`):
     policy; pages: free + cached + owned = all; every computed token of a sequence has a page.
 """
 
-from collections.abc import Iterable
 from functools import cache
-from itertools import chain
 from operator import attrgetter
 
 from jaxserve.pages.kv_manager import KVManager
@@ -93,7 +91,8 @@ class Scheduler:
             chunk_sizes=chunk_sizes,
             namespace=self.namespace,
         )
-        self._weights_version = 0
+        self.weights_version = 0  # counts changes of the weights; see `Namespace`
+        self.barrier: int | None = None  # newer requests than this arrival wait; None = none do
 
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
@@ -102,6 +101,7 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queues a new sequence that owns nothing. Alone, it fits an empty pool."""
+        seq.begin_version(self.weights_version)
         self.waiting.push(seq)
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
@@ -121,6 +121,7 @@ class Scheduler:
             child.num_computed_tokens = child.num_cached_tokens = shared
             self.parked.add(child)
         self.counters.num_forks += 1
+        child.begin_version(self.weights_version)
         self.waiting.push(child)
 
     def hold(self, seq: Sequence) -> None:
@@ -156,7 +157,7 @@ class Scheduler:
         return self._namespace_of(seq.request)
 
     def _namespace_of(self, request: Request) -> Namespace:
-        return Namespace(self._weights_version, request.cache_salt, None)
+        return Namespace(self.weights_version, request.cache_salt, None)
 
     def num_cached_tokens(self, request: Request) -> int:
         """Tokens of a new request's prompt that the prefix cache has."""
@@ -282,7 +283,7 @@ class Scheduler:
         passed, as the policy says.
         """
         for seq in self.waiting.candidates(num_cached):
-            if seq in passed:
+            if seq in passed or (self.barrier is not None and seq.order[0] >= self.barrier):
                 continue
             # Without a tree it would find nothing.
             if self.kv.tree is None or not self.prefix_wait.must_wait(
@@ -338,43 +339,6 @@ class Scheduler:
     def observe_step(self, plan: StepPlan, seconds: float) -> None:
         """Learns from how long a step took."""
         self.chunk_sizes.observe(plan, seconds)
-
-    # Starting over
-
-    def change_weights(self) -> None:
-        """Makes sure that nothing computed by the weights so far is used again: all pages are given
-        up, and every sequence computes its tokens again.
-        """
-        for seq in reversed(list(self.running)):
-            self.running.remove(seq)
-            self.parked.give_up_pages(seq)
-            seq.status = Status.PREEMPTED
-            self.waiting.push(seq)
-        for seq in chain(self.waiting, self.held):
-            self.parked.give_up_pages(seq)
-        self.kv.clear_cache()
-        self._weights_version += 1
-
-    def restart(self, seqs: Iterable[Sequence]) -> None:
-        """Starts over from these sequences: empty pages, all of them waiting but those held.
-
-        For after a step that was cut short, when queues and pages may be in any state.
-        """
-        self.kv.reset()
-        self.running, self.held = [], []
-        self.parked.clear()
-        self.waiting = WaitingQueue(self.policy)
-        for seq in seqs:
-            seq.forget_step()
-            seq.page_table = self.kv.new_table()
-            seq.num_computed_tokens = 0
-            seq.host_pages = None
-            if seq.status is Status.HELD:
-                self.held.append(seq)
-                continue
-            if seq.status is not Status.WAITING:
-                seq.status = Status.PREEMPTED
-            self.waiting.push(seq)
 
     def check_invariants(self) -> None:
         """Raises AssertionError when a queue or the pages are not as the module says."""

@@ -7,8 +7,8 @@ part a cache may not serve. Held by the sequences of a request; a step's part of
 Token i is scored by the step that computes token i - 1, whatever chunk that falls into. Only tokens
 before the first unknown one's predecessor may come from a cache: its predecessor has to be computed.
 
-Invariant: `next_position` never goes back, so a sequence that was preempted, or whose step was cut
-short, scores again only what is not known.
+Invariant: `next_position` goes back only where other weights take over, so a sequence that was preempted,
+or whose step was cut short, scores again only what is not known.
 """
 
 import numpy as np
@@ -76,6 +76,11 @@ class PromptScores:
             self._top_ids[where, : self.num_top] = top_ids[:, : self.num_top]
             self._top_logprobs[where, : self.num_top] = top_logprobs[:, : self.num_top]
         self.next_position = max(self.next_position, end)
+
+    def start_over(self) -> None:
+        """Forgets what is known, while some is not: other weights compute all of it."""
+        if not self.is_complete:
+            self.next_position = self.first
 
     def result(self) -> list[PromptLogprob | None] | None:
         """One entry per token of the prompt, None before the first wanted position; the same list

@@ -117,6 +117,8 @@ class Sequence:
     fault: str | None = field(
         init=False, default=None
     )  # the field that nothing can follow any more
+    # (first output token that weights of a version sampled, that version), ascending
+    version_starts: list[tuple[int, int]] = field(init=False, default_factory=list)
     status: Status = field(init=False, default=Status.WAITING)
 
     def __post_init__(self) -> None:
@@ -192,6 +194,32 @@ class Sequence:
         del self.token_ids[self.num_known_tokens :]
         self.num_in_flight = 0
 
+    def begin_version(self, version: int) -> None:
+        """Says that what is sampled from here on is sampled by weights of this version; what others
+        have computed of the next token, or of the prompt's scores while some are missing, is dropped.
+        """
+        starts = self.version_starts
+        if starts and starts[-1][1] != version:
+            self.candidates = None
+            if self.scores is not None:
+                self.scores.start_over()
+        while starts and starts[-1][0] >= self.num_output_tokens:
+            starts.pop()
+        if not starts or starts[-1][1] != version:
+            starts.append((self.num_output_tokens, version))
+
+    def weights_versions(self, begin: int, end: int) -> list[int]:
+        """The version of the weights that sampled each of the output tokens [begin, end)."""
+        if end <= begin:  # it may never have been queued
+            return []
+        first, version = self.version_starts[-1]
+        if begin >= first:
+            return [version] * (end - begin)
+        versions: list[int] = []
+        for first, version in self.version_starts:
+            versions[first:] = [version] * (end - first)
+        return versions[begin:end]
+
     def append(self, token_id: int, logprob: float) -> None:
         """Takes a chosen token."""
         self.token_ids.append(token_id)
@@ -202,6 +230,8 @@ class Sequence:
         """Drops the tokens sampled after the first `num_output_tokens`; they will be sampled again."""
         del self.logprobs[num_output_tokens:]
         del self.top_logprobs[num_output_tokens:]
+        while self.version_starts and self.version_starts[-1][0] > num_output_tokens:
+            self.version_starts.pop()
         self.forget_step()
         self.candidates = None
 

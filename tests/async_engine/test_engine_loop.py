@@ -80,9 +80,9 @@ def check_nothing_left(loop: EngineLoop, served: Served) -> None:
     assert not loop._open
     assert not loop._told
     assert not len(loop._preparations)
-    assert not engine._groups
-    assert not engine._held_groups
-    assert not engine._outbox
+    assert not engine.requests.in_flight
+    assert not engine.requests.held
+    assert not engine.requests.outbox
     assert not scheduler.running
     assert not list(scheduler.waiting)
     assert not list(scheduler.held)

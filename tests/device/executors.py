@@ -41,6 +41,11 @@ def untied_checkpoint() -> Path:
     return make_random_llama(Path(folder), {"head_dim": 64, "num_hidden_layers": 2})
 
 
+def update_params(executor: DeviceExecutor, params: object) -> None:
+    """Other weights from the next step on."""
+    executor.use_params(executor.prepare_params(params))
+
+
 def make_executor(
     model: Path = TINY,
     *,

@@ -26,6 +26,7 @@ from tests.device.executors import (
     make_batch,
     shared_executor,
     untied_checkpoint,
+    update_params,
 )
 
 BAD = 40  # the token whose embedding is spoiled
@@ -38,10 +39,10 @@ def spoiled(request):
     params, _ = load_params(open_checkpoint(untied_checkpoint()), np.dtype(np.float32))
     embedding = params["embed"]["embedding"].copy()
     embedding[BAD] = np.nan
-    executor.update_params({**params, "embed": {"embedding": embedding}})
+    update_params(executor, {**params, "embed": {"embedding": embedding}})
     executor.reset()
     yield executor
-    executor.update_params(params)
+    update_params(executor, params)
 
 
 SLICES = [

@@ -11,7 +11,13 @@ from jaxserve.errors import ConfigError
 from jaxserve.model.registry import ModelFunctions
 from jaxserve.weights.loader import load_params, open_checkpoint
 from tests import numpy_llama
-from tests.device.executors import Slice, make_batch, shared_executor, untied_checkpoint
+from tests.device.executors import (
+    Slice,
+    make_batch,
+    shared_executor,
+    untied_checkpoint,
+    update_params,
+)
 
 PROMPT = [3, 5, 9, 60]
 NAMES = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight"}
@@ -21,7 +27,7 @@ NAMES = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight"}
 def executor():
     executor = shared_executor(untied_checkpoint())
     yield executor
-    executor.update_params(params())
+    update_params(executor, params())
 
 
 def params():
@@ -70,9 +76,9 @@ def test_other_weights_serve_from_the_next_step_on_and_nothing_compiles(executor
     counter = CompileCounter()
     found = other_params()
     wanted = expected(found["embed"]["embedding"], found["norm"]["scale"])
-    executor.update_params(found)
+    update_params(executor, found)
     np.testing.assert_allclose(logprobs(executor), wanted, atol=1e-3)
-    executor.update_params(params())
+    update_params(executor, params())
     np.testing.assert_array_equal(logprobs(executor), before)
     assert counter.count == 0
     assert np.abs(wanted - before).max() > 0.01
@@ -80,7 +86,7 @@ def test_other_weights_serve_from_the_next_step_on_and_nothing_compiles(executor
 
 def test_arrays_of_the_caller_may_change_afterwards(executor):
     found = other_params()
-    executor.update_params(found)
+    update_params(executor, found)
     wanted = logprobs(executor)
     for leaf in jax.tree.leaves(found):
         if leaf.flags.writeable:
@@ -94,12 +100,12 @@ def test_weights_of_another_form_are_refused_by_name_and_the_old_ones_stay(execu
     del found["layers"][1]["attn"]["k"]["kernel"]
     name = r"params\['layers'\]\[1\]\['attn'\]\['k'\]\['kernel'\]: .* found nothing"
     with pytest.raises(ConfigError, match=name):
-        executor.update_params(found)
+        update_params(executor, found)
     wrong = params() | {"norm": {"scale": np.ones(7, np.float32)}}
     with pytest.raises(
         ConfigError, match=r"\['scale'\]: expected float32\[48\], found float32\[7\]"
     ):
-        executor.update_params(wrong)
+        update_params(executor, wrong)
     np.testing.assert_array_equal(logprobs(executor), before)
 
 
@@ -112,7 +118,7 @@ def test_cut_short_it_leaves_the_old_weights_whole(executor, monkeypatch, method
     with monkeypatch.context() as patch:
         patch.setattr(ModelFunctions, method, interrupt)
         with pytest.raises(KeyboardInterrupt):
-            executor.update_params(other_params())
+            update_params(executor, other_params())
     np.testing.assert_array_equal(logprobs(executor), before)
 
 
@@ -120,9 +126,9 @@ def test_not_while_a_step_is_under_way(executor):
     first, second = (executor.submit(make_batch(Slice(PROMPT, [1]))) for _ in range(2))
     first.result()
     with pytest.raises(RuntimeError, match="a step is under way"):
-        executor.update_params(params())
+        update_params(executor, params())
     second.result()
-    executor.update_params(params())
+    update_params(executor, params())
     executor.submit(make_batch(Slice(PROMPT, [1])))
     executor.reset()  # nobody will ask for that step's result
-    executor.update_params(params())
+    update_params(executor, params())

@@ -8,6 +8,7 @@ from jaxserve.config import CacheConfig, SchedulerConfig
 from jaxserve.schedule.batch_builder import build_batch
 from jaxserve.schedule.build import build_scheduler
 from jaxserve.schedule.sequence import Sequence, Status
+from jaxserve.schedule.starting_over import change_weights, restart
 from tests.fakes import FakeExecutor, next_token
 from tests.schedule.runs import request
 
@@ -121,8 +122,8 @@ class Direct:
             self.step()
 
     def change_weights(self) -> None:
-        self.executor.update_params(self.executor.weights + 1)
-        self.scheduler.change_weights()
+        self.executor.use_params(self.executor.weights + 1)
+        change_weights(self.scheduler, self.scheduler.weights_version + 1)
         self.check()
         kv = self.scheduler.kv
         assert kv.pool.num_free == kv.pool.num_usable
@@ -131,7 +132,7 @@ class Direct:
     def restart(self) -> None:
         """As after a step that was cut short: whatever it left behind is thrown away."""
         self.executor.reset()
-        self.scheduler.restart(self.seqs)
+        restart(self.scheduler, self.seqs)
         self.check()
 
     def drain(self, max_steps: int = 5000) -> None:
