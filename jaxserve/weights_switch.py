@@ -56,9 +56,19 @@ class WeightsSwitch:
         self._scheduler = scheduler
 
     def give(self, prepared: object, *, barrier: int) -> int:
-        """Says with what to go on, in place of what may have waited; returns its version."""
-        before = 0 if self.following is None else self.following.version
-        version = max(before, self._scheduler.weights_version) + 1
+        """Says with what to go on, in place of what may have waited: who waits for that has not begun.
+
+        Args:
+            prepared: from `Executor.prepare_params`.
+            barrier: requests of an earlier arrival, as far as they have begun, end with the old ones.
+
+        Returns:
+            The version of the new ones.
+        """
+        version = self._scheduler.weights_version + 1
+        if self.following is not None:
+            version = self.following.version + 1
+            barrier = min(barrier, self.following.barrier)
         self.following = NewWeights(prepared=prepared, version=version, barrier=barrier)
         return version
 

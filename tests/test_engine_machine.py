@@ -1,6 +1,7 @@
 """Everything at once, over the fake device: requests of every kind are added, forked, aborted and cut
-short in pools that are too small for them, under changing weights. Every token is checked as it comes
-out, all invariants after every operation, and in the end everyone has ended and every page is back.
+short in pools that are too small for them, under changing weights, in an engine that falls asleep. Every
+token is checked as it comes out, all invariants after every operation, and in the end everyone has ended
+and every page is back.
 """
 
 import contextlib
@@ -12,11 +13,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from jaxserve.errors import InvalidRequestError
+from jaxserve.errors import ConfigError, InvalidRequestError
 from jaxserve.request import CompletionOutput, Request, RequestOutput
 from jaxserve.sampling_params import BeamParams, SamplingParams
 from jaxserve.schedule.queue import POLICIES
 from jaxserve.seeds import choice_seed
+from jaxserve.weights_switch import UPDATE_MODES
 from tests.fakes import expected_beams, make_engine, next_token
 
 POISON = 7
@@ -63,6 +65,8 @@ class Machine(RuleBasedStateMachine):
         self.known: dict[str, Expected] = {}
         self.held: set[str] = set()
         self.weights = 0
+        self.weights_of = {0: 0}  # by version
+        self.sleep_level = 0
         self.num_made = 0
 
     def new(self, prompt, params, beam=None, *, hold=False) -> str:
@@ -160,6 +164,10 @@ class Machine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 5))
     def steps(self, count):
         for _ in range(count):
+            if self.sleep_level and not self.engine.has_work():
+                with pytest.raises(RuntimeError, match="sleeps"):
+                    self.engine.step()
+                return
             for output in self.engine.step():
                 self.take(output)
             self.engine.check_invariants()
@@ -180,10 +188,44 @@ class Machine(RuleBasedStateMachine):
             kv.pool.release(kv.tree.evict(num_pages))
             self.engine.check_invariants()
 
-    @rule()
-    def change_weights(self):
+    @rule(mode=st.sampled_from(UPDATE_MODES))
+    def change_weights(self, mode):
+        waits = mode == "finish_old" and bool(self.engine.requests.in_flight)
+        if waits and self.sleep_level == 2:
+            with pytest.raises(ConfigError, match="gave the old weights up"):
+                self.engine.update_params(1000, mode=mode)
+            return
         self.weights += 1
-        self.engine.update_params(self.weights)
+        version = self.engine.update_params(self.weights, mode=mode)
+        assert version not in self.weights_of
+        self.weights_of[version] = self.weights
+        if not waits:
+            assert self.engine.weights_version == version
+            self.sleep_level = min(self.sleep_level, 1)
+        if mode == "abort":
+            assert not self.engine.requests.in_flight
+            self.steps(1)  # they have ended, which is seen here
+        self.engine.check_invariants()
+
+    @rule(level=st.integers(1, 2))
+    def sleep(self, level):
+        if level == 2 and self.engine.weights_version != max(self.weights_of):
+            with pytest.raises(ConfigError, match="still to end"):
+                self.engine.sleep(level=2)
+            return
+        self.engine.sleep(level=level)
+        self.sleep_level = max(level, self.sleep_level)
+        assert self.engine.stats().num_free_pages == self.engine.scheduler.kv.pool.num_usable
+        self.engine.check_invariants()
+
+    @rule()
+    def wake(self):
+        if self.sleep_level == 2:
+            with pytest.raises(RuntimeError, match="update_params has to come first"):
+                self.engine.wake()
+            return
+        self.engine.wake()
+        self.sleep_level = 0
         self.engine.check_invariants()
 
     def take(self, output: RequestOutput) -> None:
@@ -192,8 +234,8 @@ class Machine(RuleBasedStateMachine):
         for choice in output.outputs:
             assert choice.index not in one.reasons, "it had ended"
             if one.beam is None:
-                for token in choice.token_ids:
-                    self.check_token(one, choice.index, token)
+                for token, version in zip(choice.token_ids, choice.weights_versions, strict=True):
+                    self.check_token(one, choice.index, token, self.weights_of[version])
             elif choice.finish_reason not in NO_CUT:
                 self.check_beam(one, one.beam, choice)
             if choice.finish_reason is None:
@@ -201,7 +243,8 @@ class Machine(RuleBasedStateMachine):
             one.reasons[choice.index] = choice.finish_reason
             if choice.finish_reason == "error" and one.beam is None:
                 contexts = one.tokens.values()
-                assert any(i + self.weights == POISON for ids in contexts for i in ids)
+                every = self.weights_of.values()
+                assert any(i + w == POISON for ids in contexts for i in ids for w in every)
         num_choices = one.beam.beam_width if one.beam else one.params.n
         if not one.beam:
             assert output.finished == (len(one.reasons) == num_choices)
@@ -210,9 +253,9 @@ class Machine(RuleBasedStateMachine):
             if may_hold:
                 self.held.add(output.request_id)
 
-    def check_token(self, one: Expected, index: int, token: int) -> None:
+    def check_token(self, one: Expected, index: int, token: int, weights: int) -> None:
         tokens = one.tokens[index]
-        context = [i + self.weights for i in tokens]
+        context = [i + weights for i in tokens]
         assert POISON not in context, "of a context that is no number"
         if one.params.temperature > 0:
             assert one.params.seed is not None
@@ -232,6 +275,9 @@ class Machine(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "engine"):
             return
+        if self.sleep_level == 2:
+            self.change_weights("continue")
+        self.wake()
         num_tokens = sum(len(one.prompt) + 9 * max(one.params.n, 4) for one in self.known.values())
         for _ in range(200 + 10 * num_tokens):
             if not self.engine.has_work():
