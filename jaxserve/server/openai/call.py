@@ -24,6 +24,8 @@ from jaxserve.structured_outputs import NAME, TOO_COSTLY
 # Tokens that a reply tells of its prompts, the likeliest ones in each place included; or as many as one
 # prompt of the whole context has.
 MAX_TOLD = 2**20
+# Tokens whose log probabilities a whole reply has, the likeliest ones included: some 120 bytes each.
+MAX_LISTED = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,6 +221,25 @@ class Call:
                 f"most {most} tokens in all, likeliest ones included, got {num_told}: ask for fewer "
                 "choices, prompts or logprobs",
                 param="n",
+            )
+
+    def check_listed(self, num_tokens: int) -> None:
+        """Bounds the log probabilities of a reply that is made as a whole, while it grows.
+
+        Args:
+            num_tokens: that its choices have so far.
+
+        Raises:
+            InvalidRequestError: they are too many.
+        """
+        num_listed = num_tokens * (self.params.num_top_logprobs + 1) * self.params.wants_logprobs
+        if num_listed > MAX_LISTED:
+            raise InvalidRequestError(
+                f"the log probabilities of a reply that is not streamed must be of at most {MAX_LISTED} "
+                "tokens in all, likeliest ones included: stream it, or ask for fewer tokens, choices or "
+                "logprobs",
+                param="logprobs",
+                code="reply_too_large",
             )
 
     @property

@@ -125,7 +125,7 @@ class Endpoint:
             if call.streaming.stream:
                 await _stream(request, self._chunks_of(call, reply), reply.end, parts, send)
                 return
-            released, num_tokens = await _whole(parts, len(requests))
+            released, num_tokens = await _whole(parts, len(requests), call.check_listed)
             wants_logprobs = call.params.wants_logprobs or call.params.prompt_logprobs is not None
             if wants_logprobs or num_tokens > _COSTLY_TOKENS:
                 data = await state.encoder.run(_body_of, reply, released)
@@ -170,7 +170,9 @@ def _is_long(value: object) -> bool:
 
 
 async def _whole(
-    parts: AsyncGenerator[tuple[int, RequestOutput]], num_prompts: int
+    parts: AsyncGenerator[tuple[int, RequestOutput]],
+    num_prompts: int,
+    check_listed: Callable[[int], None],
 ) -> tuple[Sequence[list[RequestOutput]], int]:
     """The output of each prompt, in several parts, and how many tokens they have in all."""
     released: list[list[RequestOutput]] = [[] for _ in range(num_prompts)]
@@ -181,6 +183,7 @@ async def _whole(
         if failure is not None:
             raise failure
         num_tokens += sum(len(one.token_ids) for one in output.outputs)
+        check_listed(num_tokens)
         own = released[prompt]
         own.append(output)
         if len(own) > most[prompt]:  # a part a token takes many times the memory of what it holds

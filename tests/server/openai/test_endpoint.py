@@ -330,6 +330,27 @@ def test_what_choices_tell_of_their_prompts_is_bounded(more, num_told, monkeypat
 
 
 @BOTH
+def test_log_probabilities_of_a_whole_reply_are_bounded(url, monkeypatch):
+    """Twenty-one of each token are kilobytes; the engine is not let go on for a reply that nobody gets."""
+    tops = {COMPLETIONS: {"logprobs": 4}, CHAT: {"logprobs": True, "top_logprobs": 4}}
+    body = BODIES[url] | {"n": 2, "max_tokens": 10, "ignore_eos": True}
+
+    async def check(http, client):
+        for num_listed, status in ((100, 200), (99, 400)):
+            monkeypatch.setattr(calls, "MAX_LISTED", num_listed)
+            reply = await http.post(url, json=body | tops[url])
+            assert reply.status_code == status
+            await _until_idle(client)
+        assert error_of(reply)["code"] == "reply_too_large"
+        assert error_of(reply)["param"] == "logprobs"
+        assert (await http.post(url, json=body)).status_code == 200
+        streamed = body | tops[url] | {"stream": True}
+        assert "error" not in (await http.post(url, json=streamed)).text
+
+    _run(check)
+
+
+@BOTH
 def test_a_body_is_not_kept_while_its_reply_is_made(url):
     async def check(http, client):
         client.running.clear()
