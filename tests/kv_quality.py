@@ -84,7 +84,7 @@ def _forced(model, ids, positions, rows, num_pages, kv_cache_dtype, scales):
         config.head_dim,
         KV_CACHE_DTYPES[kv_cache_dtype],
     )
-    step = layers_per_program(config.num_layers)
+    step = layers_per_program(config.layer_kinds)
     run = jax.jit(functions.layers)
     x = jax.jit(functions.embed)(params["embed"], ids)
     layers = functions.layer_params(params)

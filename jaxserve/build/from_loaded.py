@@ -82,6 +82,7 @@ def build_loaded(
     can_keep = cache_dir is not None and use_compilation_cache(cache_dir)
     begin = time.monotonic()
     max_model_len = _resolve_max_model_len(config, loaded.config)
+    loaded = dataclasses.replace(loaded, config=loaded.config.at_context(max_model_len))
     shapes, explanation = _choose_shapes(config, loaded, max_model_len)
     model = shapes.model
     params = _params_on_device(loaded, model, own)
@@ -169,7 +170,7 @@ def _choose_shapes(
         layout=dispatch.layout_of(kernel.backend),
         dtype=dtype,
         kv_dtype=kv_dtype,
-        layers_per_program=layers_per_program(model.num_layers),
+        layers_per_program=layers_per_program(model.layer_kinds),
         num_token_ids=_num_token_ids(loaded),
     )
     return shapes, explanation
@@ -203,13 +204,13 @@ def _log_choices(
 
 
 def _resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
-    limit = model.max_position_embeddings
+    limit = model.longest_context
     asked = config.max_model_len
     if asked is not None and asked > limit:
-        raise ConfigError(
-            f"max_model_len must be at most {limit}, the model's max_position_embeddings, got {asked}"
-        )
-    return asked or limit
+        is_stated = limit == model.max_position_embeddings
+        what = "max_position_embeddings" if is_stated else "original context times its rope factor"
+        raise ConfigError(f"max_model_len must be at most {limit}, the model's {what}, got {asked}")
+    return asked or model.max_position_embeddings
 
 
 def _resolve_buckets(asked: SchedulerConfig, max_model_len: int) -> Buckets:
@@ -252,5 +253,5 @@ def _kv_scales(
             vocab_size=model.vocab_size,
             max_position_embeddings=model.max_position_embeddings,
         ),
-        layers_per_program=layers_per_program(model.num_layers),
+        layers_per_program=layers_per_program(model.layer_kinds),
     )

@@ -26,7 +26,7 @@ from jaxserve.errors import ConfigError, shown
 from jaxserve.model.attention import AttentionKernel, PagedRows
 from jaxserve.model.kv_scales import GivenKVScales, KVScales, check_given, largest_unit
 from jaxserve.model.registry import ModelFunctions, Params, build_model
-from jaxserve.model_config import ModelConfig
+from jaxserve.model_config import LayerKind, ModelConfig
 from pallas_kernels import dispatch
 from pallas_kernels.ragged_paged_attention.layout import KVPages
 
@@ -131,14 +131,23 @@ def largest_magnitudes(
     )
     x = jax.ShapeDtypeStruct((num_tokens, model.config.hidden_size), dtype)
     layer_params = model.layer_params(params)
+    kinds = model.config.layer_kinds
+    runs = [
+        slice(begin, begin + layers_per_program)
+        for begin in range(0, len(layer_params), layers_per_program)
+    ]
+    names = {sort: f"layers_{i}" for i, sort in enumerate(dict.fromkeys(kinds[r] for r in runs))}
     table = ProgramTable()
     table.compile_all(
         [
             Program(
-                key=("layers", num_tokens),
-                function=functools.partial(_run_magnitudes, model, num_pages + 1),
+                key=(name, num_tokens),
+                function=functools.partial(_run_magnitudes, model, sort, num_pages + 1),
                 arguments=(layer_params[:layers_per_program], x, positions, rows),
-            ),
+            )
+            for sort, name in names.items()
+        ]
+        + [
             Program(
                 key=("embed", num_tokens), function=model.embed, arguments=(params["embed"], ids)
             ),
@@ -146,15 +155,16 @@ def largest_magnitudes(
     )
     x = table["embed", num_tokens](params["embed"], ids)
     found = []
-    for begin in range(0, len(layer_params), layers_per_program):
-        run = layer_params[begin : begin + layers_per_program]
-        x, magnitudes = table["layers", num_tokens](run, x, positions, rows)
+    for run in runs:
+        run_layers = table[names[kinds[run]], num_tokens]
+        x, magnitudes = run_layers(layer_params[run], x, positions, rows)
         found.append(magnitudes)
     return np.concatenate([np.asarray(one) for one in found])
 
 
 def _run_magnitudes(
     model: ModelFunctions,
+    kinds: Sequence[LayerKind],
     num_pages: int,
     layer_params: Sequence[Params],
     x: jax.Array,
@@ -171,7 +181,9 @@ def _run_magnitudes(
         config.head_dim,
         x.dtype,
     )
-    x, written = model.layers(layer_params, [fresh] * len(layer_params), x, positions, rows)
+    x, written = model.layers(
+        layer_params, [fresh] * len(layer_params), x, positions, rows, kinds=kinds
+    )
     pages = jnp.arange(1, num_pages, dtype=jnp.int32)
     return x, jnp.stack([_largest(kv.gather(pages)) for kv in written])
 

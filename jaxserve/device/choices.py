@@ -5,6 +5,8 @@ Called by `build`, once per engine. Invariant: what is found is returned; a sett
 served raises and is never replaced by another.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
@@ -15,7 +17,7 @@ from jaxserve.device.programs import Lowering, lower_traced
 from jaxserve.device.step_shapes import StepShapes, count_table_bytes, largest_step_bytes
 from jaxserve.errors import ConfigError
 from jaxserve.model.attention import AttentionKernel
-from jaxserve.model_config import ModelConfig
+from jaxserve.model_config import LayerKind, ModelConfig
 from jaxserve.plan.capacity import (
     PoolSize,
     canonical_page_bytes,
@@ -95,13 +97,21 @@ def _check_page_table(
         ) from None
 
 
-def layers_per_program(num_layers: int) -> int:
+def layers_per_program(kinds: Sequence[LayerKind]) -> int:
     """All layers, except on CPU: there a few at a time run as fast and compile many times
-    quicker.
+    quicker. Where layers differ, as many as make the fewest programs.
+
+    Args:
+        kinds: of all layers, in order.
     """
     if jax.default_backend() != "cpu":
-        return num_layers
-    return max(n for n in range(1, MAX_CPU_LAYERS_PER_PROGRAM + 1) if num_layers % n == 0)
+        return len(kinds)
+
+    def num_programs(size: int) -> int:
+        return len({tuple(kinds[i : i + size]) for i in range(0, len(kinds), size)})
+
+    sizes = [n for n in range(1, MAX_CPU_LAYERS_PER_PROGRAM + 1) if len(kinds) % n == 0]
+    return min(sizes, key=lambda size: (num_programs(size), -size))
 
 
 def choose_pool_size(

@@ -31,6 +31,9 @@ from jaxserve.schedule.buckets import Bucket
 from pallas_kernels.ragged_paged_attention.layout import KVPages
 from pallas_kernels.ragged_paged_attention.row_checks import check_rows
 
+# (the name of a program, the layers that it is called for)
+Run = tuple[str, slice]
+
 
 class DeviceExecutor:
     """Runs batches on one device.
@@ -56,7 +59,9 @@ class DeviceExecutor:
     ):
         self.kv_scales = kv_scales
         self._shapes = shapes
-        self._runs = shapes.runs
+        self._runs: list[Run] = list(zip(shapes.run_programs, shapes.runs, strict=True))
+        first = dict(reversed(self._runs))  # of each program
+        self._sample_runs = list(first.items())
         self._check_batches = check_batches
         self._kv_pages: list[KVPages] = []
         self._programs = ProgramTable(lower)
@@ -113,8 +118,8 @@ class DeviceExecutor:
         """Compiles every program, makes the pages, runs each program once on padding alone, and
         measures `costs`.
 
-        One run of layers is enough for that: the others use the same program. A step that samples
-        nothing runs the programs of T alone, so no rung of R runs more than once.
+        One run of layers is enough for each program that takes some: the others use the same. A step
+        that samples nothing runs the programs of T alone, so no rung of R runs more than once.
         """
         begin = time.monotonic()
         self._programs.compile_all(self.list_programs())
@@ -144,19 +149,20 @@ class DeviceExecutor:
                 count_loads=(CountLoad(0, slots, slots),),
                 awaits_masks=True,
             )
-        step = self._submit(padding, self._runs[:1])
+        step = self._submit(padding, self._sample_runs)
         if samples:
             step.give_masks(np.full((1, 1), 1, np.uint32))
         step.result()
 
     def _measure_token(self) -> float:
-        """Seconds a token in the largest step, which has run before: one run of layers stands for
-        all. Padding costs what tokens do but for attention over a long context.
+        """Seconds a token in the largest step, which has run before: one run of layers of each program
+        stands for all. Padding costs what tokens do but for attention over a long context.
         """
         num_tokens = self._shapes.buckets.tokens[-1]
         begin = time.perf_counter()
         self._run_padding(Bucket(num_tokens, self._shapes.buckets.rows[0]), samples=False)
-        return (time.perf_counter() - begin) * len(self._runs) / num_tokens
+        share = len(self._sample_runs) / len(self._runs)
+        return (time.perf_counter() - begin) / share / num_tokens
 
     def reset(self) -> None:
         """Makes the pages anew: a step cut short may have donated some and never got them back.
@@ -237,7 +243,7 @@ class DeviceExecutor:
         self._moves.start(batch, self._kv_pages)
         return self._submit(batch, self._runs)
 
-    def _submit(self, batch: DeviceBatch, runs: Sequence[slice]) -> DeviceStep:
+    def _submit(self, batch: DeviceBatch, runs: Sequence[Run]) -> DeviceStep:
         outputs, sample = [], None
         if batch.awaits_masks:  # a single step
             forward, hidden = self._run_layers(batch, runs)
@@ -252,25 +258,22 @@ class DeviceExecutor:
         self._last = DeviceStep(batch, outputs, settle=settle, sample=sample)
         return self._last
 
-    def _run(self, batch: DeviceBatch, runs: Sequence[slice]) -> StepOutputs:
+    def _run(self, batch: DeviceBatch, runs: Sequence[Run]) -> StepOutputs:
         """Calls the programs of one step, one after the other; waits for none of them."""
         outputs, hidden = self._run_layers(batch, runs)
         if batch.num_rows:
             outputs = outputs._replace(rows=self._sampler(batch, self._head_params, hidden))
         return outputs
 
-    def _run_layers(
-        self, batch: DeviceBatch, runs: Sequence[slice]
-    ) -> tuple[StepOutputs, jax.Array]:
+    def _run_layers(self, batch: DeviceBatch, runs: Sequence[Run]) -> tuple[StepOutputs, jax.Array]:
         """The programs of T. Returns (what is known then, the hidden rows [S, E] for the sampler)."""
         num_tokens = batch.bucket.num_tokens
         inputs = jax.device_put(forward_inputs(batch))
         x = self._programs["embed", num_tokens](
             self._params["embed"], inputs.token_ids, self._sampler.last_ids
         )
-        run_layers = self._programs["layers", num_tokens]
-        for run in runs:
-            x, self._kv_pages[run] = run_layers(
+        for name, run in runs:
+            x, self._kv_pages[run] = self._programs[name, num_tokens](
                 self._layer_params[run],
                 self._kv_pages[run],
                 x,

@@ -28,6 +28,7 @@ from jaxserve.device.scoring import SCORE_ROWS, ScoredBlock, gather_rows, score_
 from jaxserve.device.step import embed_tokens, forward_inputs, select
 from jaxserve.model.kv_scales import KVScales
 from jaxserve.model.registry import ModelFunctions
+from jaxserve.model_config import LayerKind
 from jaxserve.sample.logprobs import TargetScores
 from jaxserve.sample.processors import BiasRows, PenaltyRows, add_sampled, load_counts, process
 from jaxserve.sampling_params import MAX_LOGPROBS
@@ -79,6 +80,19 @@ class StepShapes:
         """The layers of each call of a program that takes `layers_per_program` of them."""
         size, num_layers = self.layers_per_program, self.model.config.num_layers
         return [slice(begin, begin + size) for begin in range(0, num_layers, size)]
+
+    @property
+    def run_programs(self) -> list[str]:
+        """The name of the program that each of `runs` calls."""
+        kinds = self.model.config.layer_kinds
+        return [self._layer_programs[kinds[run]] for run in self.runs]
+
+    @property
+    def _layer_programs(self) -> dict[tuple[LayerKind, ...], str]:
+        """What layers of those kinds, one after the other, are called as; in the order of their first run."""
+        kinds = self.model.config.layer_kinds
+        sorts = dict.fromkeys(kinds[run] for run in self.runs)
+        return {sort: f"layers_{i}" if i > 1 else "layers" for i, sort in enumerate(sorts, 1)}
 
     @property
     def page_shape(self) -> tuple[int, ...]:
@@ -158,7 +172,8 @@ class StepShapes:
     def token_programs(self, num_tokens: int) -> list[Program]:
         """The programs of one rung of T.
 
-        `layers` gives back its input and its pages: both are donated.
+        Those of layers, one for each sort of run, give back their input and their pages: both are
+        donated.
         """
         inputs = forward_inputs(self.padding(Bucket(num_tokens, 1)))
         params = self.model.served_params
@@ -166,18 +181,21 @@ class StepShapes:
         run = slice(self.layers_per_program)
         scales = self.abstract_scales()
         return [
-            Program(
-                key=("layers", num_tokens),
-                function=self.model.layers,
-                arguments=(
-                    self.model.layer_params(params)[run],
-                    self.abstract_pages()[run],
-                    x,
-                    inputs.positions,
-                    inputs.rows,
-                    None if scales is None else scales[run],
-                ),
-                donated=(1, 2),
+            *(
+                Program(
+                    key=(name, num_tokens),
+                    function=functools.partial(self.model.layers, kinds=kinds),
+                    arguments=(
+                        self.model.layer_params(params)[run],
+                        self.abstract_pages()[run],
+                        x,
+                        inputs.positions,
+                        inputs.rows,
+                        None if scales is None else scales[run],
+                    ),
+                    donated=(1, 2),
+                )
+                for kinds, name in self._layer_programs.items()
             ),
             Program(
                 key=("embed", num_tokens),

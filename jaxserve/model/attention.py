@@ -8,11 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxserve.model.kv_scales import KVScales
-from jaxserve.model.layers import Linear
+from jaxserve.model.layers import Linear, RMSNorm
 from jaxserve.model.rope import rotate
 from jaxserve.model.sharding import over_heads
 from jaxserve.model_config import ModelConfig
@@ -74,8 +75,9 @@ class Attention(nnx.Module):
         self.k = Linear(config.hidden_size, kv_size, dtype, use_bias=config.qkv_bias)
         self.v = Linear(config.hidden_size, kv_size, dtype, use_bias=config.qkv_bias)
         self.o = Linear(q_size, config.hidden_size, dtype, use_bias=config.o_bias)
+        self.q_norm, self.k_norm = head_norms(config, dtype)
         self.head_dim = config.head_dim
-        self.kernel = kernel
+        self.attend = HeadAttention(kernel=kernel, scale=config.attention_scale)
 
     def __call__(
         self,
@@ -85,6 +87,7 @@ class Attention(nnx.Module):
         rows: PagedRows,
         kv: KVPages,
         scales: KVScales | None,
+        window: int | None,
     ) -> tuple[Float[Array, "T E"], KVPages]:
         """Writes the tokens' keys and values into the layer's pages and attends.
 
@@ -94,53 +97,76 @@ class Attention(nnx.Module):
             rows: where each row stands in the pages.
             kv: the layer's pages.
             scales: what they are quantised by, f32[K] each; None where they are floats.
+            window: how many tokens a token sees, itself included; None for all.
 
         Returns:
             ([T, E], the layer's pages).
         """
 
-        def heads(y: jax.Array) -> jax.Array:
-            return y.reshape(y.shape[0], -1, self.head_dim)
+        def heads(y: jax.Array, norm: RMSNorm | None = None) -> jax.Array:
+            y = y.reshape(y.shape[0], -1, self.head_dim)
+            return y if norm is None else norm(y)
 
-        q = rotate(heads(self.q(x)), cos, sin)
-        k = rotate(heads(self.k(x)), cos, sin)
-        out, kv = attend_heads(self.kernel, q, k, heads(self.v(x)), rows, kv, scales)
+        q = rotate(heads(self.q(x), self.q_norm), cos, sin)
+        k = rotate(heads(self.k(x), self.k_norm), cos, sin)
+        out, kv = self.attend(q, k, heads(self.v(x)), rows, kv, scales, window)
         return self.o(out), kv
 
 
-def attend_heads(
-    kernel: AttentionKernel,
-    q: Float[Array, "T H D"],
-    k: Float[Array, "T K D"],
-    v: Float[Array, "T K D"],
-    rows: PagedRows,
-    kv: KVPages,
-    scales: KVScales | None,
-) -> tuple[Float[Array, "T HD"], KVPages]:
+def head_norms(config: ModelConfig, dtype: jnp.dtype) -> tuple[RMSNorm | None, RMSNorm | None]:
+    """The norms of a head of q and of one of k, where the config has them."""
+    if not config.qk_norm:
+        return None, None
+    q_norm, k_norm = (RMSNorm(config.head_dim, config.rms_norm_eps, dtype) for _ in "qk")
+    return q_norm, k_norm
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadAttention:
     """The one call of the kernel.
 
     Args:
         kernel: which one.
-        q, k, v: the tokens' heads, q and k rotated.
-        rows, kv, scales: as in `Attention`.
-
-    Returns:
-        ([T, H * D], the layer's pages).
+        scale: a query's products with keys are multiplied by it.
     """
-    out, kv, _ = kernel.attend(
-        q,
-        k,
-        v,
-        kv,
-        rows.kv_lens,
-        rows.page_table,
-        rows.kv_starts,
-        rows.cu_q_lens,
-        rows.ranges,
-        None if scales is None else scales.k,
-        None if scales is None else scales.v,
-        sm_scale=q.shape[-1] ** -0.5,
-        backend=kernel.backend,
-        interpret=kernel.interpret or None,
-    )
-    return out.reshape(out.shape[0], -1), kv
+
+    kernel: AttentionKernel
+    scale: float
+
+    def __call__(
+        self,
+        q: Float[Array, "T H D"],
+        k: Float[Array, "T K D"],
+        v: Float[Array, "T K D"],
+        rows: PagedRows,
+        kv: KVPages,
+        scales: KVScales | None,
+        window: int | None,
+    ) -> tuple[Float[Array, "T HD"], KVPages]:
+        """Attends.
+
+        Args:
+            q, k, v: the tokens' heads, q and k rotated.
+            rows, kv, scales, window: as in `Attention`.
+
+        Returns:
+            ([T, H * D], the layer's pages).
+        """
+        out, kv, _ = self.kernel.attend(
+            q,
+            k,
+            v,
+            kv,
+            rows.kv_lens,
+            rows.page_table,
+            rows.kv_starts,
+            rows.cu_q_lens,
+            rows.ranges,
+            None if scales is None else scales.k,
+            None if scales is None else scales.v,
+            sm_scale=self.scale,
+            window=window,
+            backend=self.kernel.backend,
+            interpret=self.kernel.interpret or None,
+        )
+        return out.reshape(out.shape[0], -1), kv

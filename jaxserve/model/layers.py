@@ -47,11 +47,12 @@ class RMSNorm(nnx.Module):
         self.scale = param((size,), dtype)
         self.eps = eps
 
-    def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
+    def __call__(self, x: Float[Array, "*rows E"]) -> Float[Array, "*rows E"]:
         wide = x.astype(jnp.float32)
         mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
         normed = (wide * jax.lax.rsqrt(mean_square + self.eps)).astype(x.dtype)
-        return normed * self.scale[...][None, :]
+        scale = self.scale[...]
+        return normed * scale.reshape((1,) * (x.ndim - 1) + scale.shape)
 
 
 class Embedding(nnx.Module):

@@ -12,12 +12,12 @@ and then the same runs in C++ (`packed_llama`).
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxserve.model.attention import Attention, AttentionKernel, PagedRows
-from jaxserve.model.kv_scales import KVScales
 from jaxserve.model.layers import MLP, Embedding, Linear, RMSNorm
 from jaxserve.model.packed_llama import PackedLlamaBlock, PackedLlamaHead
 from jaxserve.model_config import ModelConfig
@@ -46,11 +46,15 @@ class LlamaBlock(nnx.Module):
         self.mlp = MLP(
             config.hidden_size, config.intermediate_size, dtype, use_bias=config.mlp_bias
         )
+        self.multiplier = config.residual_multiplier
 
-    def __call__(self, x, cos, sin, rows: PagedRows, kv: KVPages, scales: KVScales | None):
-        attended, kv = self.attn(self.input_norm(x), cos, sin, rows, kv, scales)
-        x = x + attended
-        return x + self.mlp(self.post_attn_norm(x)), kv
+    def __call__(self, x, cos, sin, rows: PagedRows, kv: KVPages, scales, window: int | None):
+        attended, kv = self.attn(self.input_norm(x), cos, sin, rows, kv, scales, window)
+        x = x + self._weighed(attended)
+        return x + self._weighed(self.mlp(self.post_attn_norm(x))), kv
+
+    def _weighed(self, added: jax.Array) -> jax.Array:
+        return added if self.multiplier == 1.0 else added * self.multiplier
 
 
 class LlamaHead(nnx.Module):

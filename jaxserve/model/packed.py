@@ -23,6 +23,7 @@ PACKED = (
     ("mlp", "gate_up", ("gate", "up")),
     ("mlp", "down", ("down",)),
 )
+_PARTS = frozenset(part for _, _, parts in PACKED for part in parts)
 
 
 def is_packed(tree: Mapping[str, Any]) -> bool:
@@ -58,19 +59,22 @@ def pack_layer(
     """A layer's params with the projections of `PACKED`; all else is shared.
 
     Args:
-        layer: {"attn": {q, k, v, o}, "mlp": {gate, up, down}, ...} of numpy arrays, arrays on a
+        layer: {"attn": {q, k, v, o, ...}, "mlp": {gate, up, down}, ...} of numpy arrays, arrays on a
             device, or abstract arrays; each projection {"kernel": [in, out], "bias": [out] or not}.
         memory: where what is packed goes; None = where numpy puts it.
         consume: take them out of `layer`.
 
     Returns:
-        {"attn": {qkv, o}, "mlp": {gate_up, down}, ...}, each {"packed": [P, in, 64], "bias": [out] or
-        not}.
+        {"attn": {qkv, o, ...}, "mlp": {gate_up, down}, ...}, each projection {"packed": [P, in, 64],
+        "bias": [out] or not}.
     """
-    packed = {key: value for key, value in layer.items() if key not in ("attn", "mlp")}
+    packed = dict(layer)
     for module, name, parts in PACKED:
+        if packed[module] is layer[module]:
+            rest = {key: value for key, value in layer[module].items() if key not in _PARTS}
+            packed[module] = rest
         make = pack_swiglu if name == "gate_up" else pack_linear
-        packed.setdefault(module, {})[name] = make([layer[module][part] for part in parts], memory)
+        packed[module][name] = make([layer[module][part] for part in parts], memory)
         for part in parts if consume else ():
             del layer[module][part]
     return packed

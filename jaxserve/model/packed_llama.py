@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxserve.model.attention import AttentionKernel, PagedRows, attend_heads
-from jaxserve.model.kv_scales import KVScales
+from jaxserve.model.attention import AttentionKernel, HeadAttention, PagedRows, head_norms
 from jaxserve.model.layers import RMSNorm, param
 from jaxserve.model_config import ModelConfig
 from pallas_kernels.dense.cpu import (
@@ -39,11 +38,22 @@ class PackedWeight(nnx.Module):
 
 
 class PackedLinear(PackedWeight):
-    """A projection, of a norm of its rows and with a residual where they are given."""
+    """A projection, of a norm of its rows and with a residual where they are given; `multiplier` is for
+    what is added to that.
+    """
 
-    def __init__(self, num_in: int, num_out: int, dtype: jnp.dtype, *, use_bias: bool = False):
+    def __init__(
+        self,
+        num_in: int,
+        num_out: int,
+        dtype: jnp.dtype,
+        *,
+        use_bias: bool = False,
+        multiplier: float = 1.0,
+    ):
         super().__init__(packed_shape(num_in, num_out), num_out if use_bias else 0, dtype)
         self.num_out = num_out
+        self.multiplier = multiplier
 
     def __call__(
         self,
@@ -53,7 +63,15 @@ class PackedLinear(PackedWeight):
         residual: Float[Array, "T O"] | None = None,
     ) -> Float[Array, "T O"]:
         packed, bias = self.operands
-        return dense(x, packed, self.num_out, norm=_of(norm), bias=bias, residual=residual)
+        return dense(
+            x,
+            packed,
+            self.num_out,
+            norm=_of(norm),
+            bias=bias,
+            residual=residual,
+            multiplier=self.multiplier,
+        )
 
 
 class PackedGate(PackedWeight):
@@ -69,10 +87,11 @@ class PackedGate(PackedWeight):
 
 
 class PackedHeads(PackedWeight):
-    """q, k and v of norm(x), q and k rotated."""
+    """q, k and v of norm(x), q and k normed by head where norms are given, and rotated."""
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype):
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.head_dim = config.head_dim
         num_out = (self.num_heads + 2 * self.num_kv_heads) * config.head_dim
         shape = packed_shape(config.hidden_size, num_out)
         super().__init__(shape, num_out if config.qkv_bias else 0, dtype)
@@ -83,10 +102,23 @@ class PackedHeads(PackedWeight):
         norm: RMSNorm,
         cos: Float[Array, "T 1 D2"],
         sin: Float[Array, "T 1 D2"],
+        head_norms: tuple[RMSNorm | None, RMSNorm | None],
     ) -> tuple[Float[Array, "T H D"], Float[Array, "T K D"], Float[Array, "T K D"]]:
         packed, bias = self.operands
-        heads = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}
-        return dense_heads(x, packed, cos, sin, **heads, norm=_of(norm), bias=bias)
+        q_norm, k_norm = head_norms
+        return dense_heads(
+            x,
+            packed,
+            cos,
+            sin,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            norm=_of(norm),
+            bias=bias,
+            q_norm=_of(q_norm),
+            k_norm=_of(k_norm),
+        )
 
 
 class PackedAttention(nnx.Module):
@@ -95,12 +127,19 @@ class PackedAttention(nnx.Module):
     def __init__(self, config: ModelConfig, dtype: jnp.dtype, kernel: AttentionKernel):
         self.qkv = PackedHeads(config, dtype)
         q_size = config.num_heads * config.head_dim
-        self.o = PackedLinear(q_size, config.hidden_size, dtype, use_bias=config.o_bias)
-        self.kernel = kernel
+        self.o = PackedLinear(
+            q_size,
+            config.hidden_size,
+            dtype,
+            use_bias=config.o_bias,
+            multiplier=config.residual_multiplier,
+        )
+        self.q_norm, self.k_norm = head_norms(config, dtype)
+        self.attend = HeadAttention(kernel=kernel, scale=config.attention_scale)
 
-    def __call__(self, x, norm: RMSNorm, cos, sin, rows: PagedRows, kv: KVPages, scales):
-        q, k, v = self.qkv(x, norm, cos, sin)
-        out, kv = attend_heads(self.kernel, q, k, v, rows, kv, scales)
+    def __call__(self, x, norm: RMSNorm, cos, sin, rows: PagedRows, kv: KVPages, scales, window):
+        q, k, v = self.qkv(x, norm, cos, sin, (self.q_norm, self.k_norm))
+        out, kv = self.attend(q, k, v, rows, kv, scales, window)
         return self.o(out, residual=x), kv
 
 
@@ -110,7 +149,9 @@ class PackedMLP(nnx.Module):
     def __init__(self, config: ModelConfig, dtype: jnp.dtype):
         outer, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         self.gate_up = PackedGate(outer, inner, dtype, use_bias=bias)
-        self.down = PackedLinear(inner, outer, dtype, use_bias=bias)
+        self.down = PackedLinear(
+            inner, outer, dtype, use_bias=bias, multiplier=config.residual_multiplier
+        )
 
     def __call__(self, x: Float[Array, "T E"], norm: RMSNorm) -> Float[Array, "T E"]:
         return self.down(self.gate_up(x, norm), residual=x)
@@ -125,8 +166,8 @@ class PackedLlamaBlock(nnx.Module):
         self.post_attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.mlp = PackedMLP(config, dtype)
 
-    def __call__(self, x, cos, sin, rows: PagedRows, kv: KVPages, scales: KVScales | None):
-        x, kv = self.attn(x, self.input_norm, cos, sin, rows, kv, scales)
+    def __call__(self, x, cos, sin, rows: PagedRows, kv: KVPages, scales, window: int | None):
+        x, kv = self.attn(x, self.input_norm, cos, sin, rows, kv, scales, window)
         return self.mlp(x, self.post_attn_norm), kv
 
 

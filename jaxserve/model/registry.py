@@ -78,7 +78,9 @@ class ModelFunctions:
         Returns:
             [T, E].
         """
-        return nnx.merge(self.graphs["embed"], embed_params)(token_ids)
+        embedded = nnx.merge(self.graphs["embed"], embed_params)(token_ids)
+        multiplier = self.config.embedding_multiplier
+        return embedded if multiplier == 1.0 else embedded * multiplier
 
     def layers(
         self,
@@ -88,6 +90,8 @@ class ModelFunctions:
         positions: jax.Array,
         rows: PagedRows,
         kv_scales: Sequence[KVScales] | None = None,
+        *,
+        kinds: Sequence[LayerKind] | None = None,
     ) -> tuple[jax.Array, list[KVPages]]:
         """Runs consecutive layers; the tokens' keys and values go into the pages.
 
@@ -98,19 +102,37 @@ class ModelFunctions:
             positions: i32[T], absolute.
             rows: where each row stands in the pages.
             kv_scales: one per layer for 8-bit pages, else None.
+            kinds: one per layer, of `config.layer_kinds`; None where these are all layers, or where all
+                layers are of one kind.
 
         Returns:
             ([T, E], the pages of these layers).
+
+        Raises:
+            ValueError: layers of several kinds, and not said which these are.
         """
-        inv_freq = inverse_frequencies(self.config.rope, self.config.head_dim)
-        cos, sin = rotation(inv_freq, positions)
+        rope = self.config.rope
+        inv_freq = inverse_frequencies(rope, self.config.head_dim)
+        turned = rotation(inv_freq, positions, rope.attention_factor)
+        unturned = (jnp.zeros((*positions.shape, 1, 0), jnp.float32),) * 2
         scales = [None] * len(layer_params) if kv_scales is None else kv_scales
+        kinds = self._kinds(len(layer_params)) if kinds is None else kinds
         written = []
-        for one, kv, scale in zip(layer_params, kv_pages, scales, strict=True):
+        for one, kv, scale, kind in zip(layer_params, kv_pages, scales, kinds, strict=True):
             graph = self.graphs["packed_block" if is_packed(one) else "block"]
-            x, kv = nnx.merge(graph, one)(x, cos, sin, rows, kv, scale)
+            cos, sin = turned if kind.has_rope else unturned
+            x, kv = nnx.merge(graph, one)(x, cos, sin, rows, kv, scale, kind.window)
             written.append(kv)
         return x, written
+
+    def _kinds(self, num_layers: int) -> Sequence[LayerKind]:
+        """Of a run of that many layers, which its caller did not say."""
+        kinds = self.config.layer_kinds
+        if num_layers != len(kinds) and len(set(kinds)) > 1:
+            raise ValueError(
+                f"kinds: {num_layers} of {len(kinds)} layers, which differ: say which they are"
+            )
+        return kinds[:num_layers]
 
     def logits(self, head_params: Params, hidden: jax.Array) -> jax.Array:
         """f32[R, V] of hidden rows [R, E]: final norm and head.
@@ -120,25 +142,10 @@ class ModelFunctions:
             hidden: [R, E], the output of the last layer.
         """
         is_plain = "lm_head" not in head_params or not is_packed(head_params["lm_head"])
-        return nnx.merge(self.graphs["head" if is_plain else "packed_head"], head_params)(hidden)
-
-
-def _refuse_not_computed(config: ModelConfig) -> None:
-    """Flags that a config may have and the layers do not compute yet."""
-    if any(kind != LayerKind() for kind in config.layer_kinds):
-        raise NotImplementedError("sliding windows and layers without rope")
-    plain = (1.0, 1.0, None, 1.0)
-    multipliers = (
-        config.embedding_multiplier,
-        config.residual_multiplier,
-        config.attention_multiplier,
-        config.logits_scaling,
-    )
-    if config.qk_norm or multipliers != plain:
-        raise NotImplementedError("norms of queries and keys, multipliers")
-    rope = config.rope
-    if rope.rope_type not in ("default", "linear", "llama3") or rope.partial_rotary_factor != 1.0:
-        raise NotImplementedError(f"rope_type {rope.rope_type!r}, partial_rotary_factor")
+        graph = self.graphs["head" if is_plain else "packed_head"]
+        logits = nnx.merge(graph, head_params)(hidden)
+        scaling = self.config.logits_scaling
+        return logits if scaling == 1.0 else logits / scaling
 
 
 def build_model(config: ModelConfig, dtype: jnp.dtype, kernel: AttentionKernel) -> ModelFunctions:
@@ -149,7 +156,6 @@ def build_model(config: ModelConfig, dtype: jnp.dtype, kernel: AttentionKernel) 
         dtype: of weights and activations.
         kernel: which attention kernel, and how it runs.
     """
-    _refuse_not_computed(config)
     parts = ARCHITECTURES[config.architecture](config, dtype, kernel)
     graphs: dict[str, nnx.GraphDef] = {}
     trees: dict[str, Mapping[str, Any]] = {}

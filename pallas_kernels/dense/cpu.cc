@@ -1,9 +1,10 @@
 // The dense products of a layer on CPU as XLA FFI custom calls, float32, each with what stands before and behind it.
 // Called by cpu.py.
 //
-//   jaxserve_dense         norm(x) @ weight + bias + residual
+//   jaxserve_dense         (norm(x) @ weight + bias) * multiplier + residual
 //   jaxserve_dense_gated   silu(norm(x) @ gate + bias) * (norm(x) @ up + bias)
-//   jaxserve_dense_heads   norm(x) @ weight + bias, cut into q, k and v; q and k rotated by their positions
+//   jaxserve_dense_heads   norm(x) @ weight + bias, cut into q, k and v; each head of q and k normed, if it has a norm,
+//                          and its first dimensions, or all or none, rotated by the position
 //
 //   x [M, K]   packed [P, K, 64], the weight in panels of 64 columns (cpu.py)   scale [K], bias [N] or empty
 //
@@ -15,7 +16,8 @@
 // With few rows the time is that of reading the weights, with many that of the multiplications. A row of a result is
 // the same, bit for bit, beside any other rows (product.h), and no row sees another.
 //
-// Source: RMSNorm, Zhang and Sennrich 2019; SwiGLU, Shazeer 2020; rotation, Su et al. 2021.
+// Source: RMSNorm, Zhang and Sennrich 2019; SwiGLU, Shazeer 2020; rotation, Su et al. 2021; norms of heads, Henry et al.
+// 2020, "Query-Key Normalization for Transformers".
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -137,23 +139,26 @@ void multiply_units(ffi::ThreadPool& threads, const Operands& of, int64_t panels
   });
 }
 
-// Columns [first, first + count) of a row of the result, with bias and residual.
-void write_sum(const float* values, const float* bias, const float* residual, int64_t count, float* result) {
+// Columns [first, first + count) of a row of the result, with bias, multiplier and residual.
+void write_sum(const float* values, const float* bias, float multiplier, const float* residual, int64_t count,
+               float* result) {
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) {
     Vector value = at(values + i);
     if (bias != nullptr) value += at(bias + i);
+    value *= multiplier;
     if (residual != nullptr) value = at(residual + i) + value;
     at(result + i) = value;
   }
   for (; i < count; ++i) {
-    const float value = bias != nullptr ? values[i] + bias[i] : values[i];
+    const float value = (bias != nullptr ? values[i] + bias[i] : values[i]) * multiplier;
     result[i] = residual != nullptr ? residual[i] + value : value;
   }
 }
 
 // Half panels of one item: where the result has all their columns it is where they are summed up.
-void multiply_halves(const float* x, const Operands& of, const float* residual, const Item& item, float* result) {
+void multiply_halves(const float* x, const Operands& of, float multiplier, const float* residual, const Item& item,
+                     float* result) {
   static thread_local std::vector<float> last;  // of a panel that the result has not all columns of
   const int64_t m = item.end_row - item.first_row;
   const float* rows = x + item.first_row * of.k;
@@ -168,16 +173,16 @@ void multiply_halves(const float* x, const Operands& of, const float* residual, 
       values = last.data(), stride = kPanel;
     }
     multiply_panel(rows, m, of.k, of.packed + panel * of.k * kPanel, from, to, values, stride);
-    if (count < to || of.bias != nullptr || residual != nullptr)
+    if (count < to || of.bias != nullptr || residual != nullptr || multiplier != 1.f)
       for (int64_t row = 0; row < m; ++row)
-        write_sum(values + row * stride + from, of.bias ? of.bias + panel * kPanel + from : nullptr,
+        write_sum(values + row * stride + from, of.bias ? of.bias + panel * kPanel + from : nullptr, multiplier,
                   residual ? residual + place + row * of.n + from : nullptr, count - from, result + place + row * of.n + from);
     half = end;
   }
 }
 
 ffi::Error run(ffi::ThreadPool threads, F32 x, F32 packed, F32 scale, F32 bias, F32 residual, ffi::Result<F32> result,
-               float eps) {
+               float eps, float multiplier) {
   if (result->dimensions().size() != 2) return refuse("expected a result [M, N]");
   const int64_t n = result->dimensions()[1];
   Operands of;
@@ -190,7 +195,7 @@ ffi::Error run(ffi::ThreadPool threads, F32 x, F32 packed, F32 scale, F32 bias, 
   float* out = result->typed_data();
   const std::vector<Item> items = make_items(of.m, (n + kHalf - 1) / kHalf, threads.num_threads());
   parallel_for(threads, static_cast<int>(items.size()),
-               [&](int i) { multiply_halves(rows, of, added, items[i], out); });
+               [&](int i) { multiply_halves(rows, of, multiplier, added, items[i], out); });
   return ffi::Error::Success();
 }
 
@@ -216,22 +221,46 @@ ffi::Error run_gated(ffi::ThreadPool threads, F32 x, F32 packed, F32 scale, F32 
       up[i] += of.bias[n + first + i];
     }
     for (int i = 0; i < kHalf; i += kLanes) at(gate + i) = silu(at(gate + i)) * at(up + i);
-    write_sum(gate, nullptr, nullptr, count, out + row * n + first);
+    write_sum(gate, nullptr, 1.f, nullptr, count, out + row * n + first);
   });
   return ffi::Error::Success();
 }
 
-// One head, the halves of which are the pairs.
-void rotate(const float* head, const float* cos, const float* sin, int half, float* result) {
-  for (int i = 0; i < half; ++i) {
-    const float low = head[i], high = head[half + i];
+// What becomes of each head of q, or of k: a norm, if it has one, and the position.
+struct Turn {
+  const float* scale;  // [dim] or null
+  float eps;
+  int half;  // the first 2 half dimensions are rotated, their halves are the pairs; the others stay as they are
+};
+
+// One head of q or k; what it is made of is written over.
+void turn(float* head, const Turn& by, const float* cos, const float* sin, int64_t dim, float* result) {
+  if (by.scale != nullptr) norm_row(head, by.scale, dim, by.eps, head);
+  for (int i = 0; i < by.half; ++i) {
+    const float low = head[i], high = head[by.half + i];
     result[i] = low * cos[i] - high * sin[i];
-    result[half + i] = high * cos[i] + low * sin[i];
+    result[by.half + i] = high * cos[i] + low * sin[i];
   }
+  std::copy(head + 2 * by.half, head + dim, result + 2 * by.half);
 }
 
-ffi::Error run_heads(ffi::ThreadPool threads, F32 x, F32 packed, F32 scale, F32 bias, F32 cos, F32 sin,
-                     ffi::Result<F32> q, ffi::Result<F32> k, ffi::Result<F32> v, float eps) {
+// The phases of m rows and the scales of heads of that size.
+ffi::Error check_turns(const F32& cos, const F32& sin, const F32& q_scale, const F32& k_scale, int64_t m, int64_t dim) {
+  const auto cd = cos.dimensions();
+  const bool fits = cd.size() == 3 && cd[0] == m && cd[1] == 1 && 2 * cd[2] <= dim && shape_of(cos) == shape_of(sin);
+  if (!fits)
+    return refuse("cos " + shape_of(cos) + " and sin " + shape_of(sin) + ", expected [" + std::to_string(m) +
+                  ", 1, at most " + std::to_string(dim / 2) + "]");
+  const std::string scales = "[" + std::to_string(dim) + "]";
+  for (const F32* one : {&q_scale, &k_scale})
+    if (one->element_count() && shape_of(*one) != scales)
+      return refuse("scale " + shape_of(*one) + " of a head's norm, expected " + scales);
+  return ffi::Error::Success();
+}
+
+ffi::Error run_heads(ffi::ThreadPool threads, F32 x, F32 packed, F32 scale, F32 bias, F32 cos, F32 sin, F32 q_scale,
+                     F32 k_scale, ffi::Result<F32> q, ffi::Result<F32> k, ffi::Result<F32> v, float eps, float q_eps,
+                     float k_eps) {
   const auto qd = q->dimensions(), kd = k->dimensions();
   if (qd.size() != 3 || kd.size() != 3 || shape_of(*k) != shape_of(*v) || qd[0] != kd[0] || qd[2] != kd[2])
     return refuse("expected q [M, H, D] and k, v [M, K, D], not " + shape_of(*q) + ", " + shape_of(*k) + " and " +
@@ -241,21 +270,20 @@ ffi::Error run_heads(ffi::ThreadPool threads, F32 x, F32 packed, F32 scale, F32 
   Operands of;
   if (auto error = read_operands(x, packed, scale, bias, eps, n, panels, of); error.failure()) return error;
   if (qd[0] != of.m) return refuse("q " + shape_of(*q) + " of x " + shape_of(x));
-  const std::string phases = "[" + std::to_string(of.m) + ", 1, " + std::to_string(dim / 2) + "]";
-  if (dim % 2 || shape_of(cos) != phases || shape_of(sin) != phases)
-    return refuse("cos " + shape_of(cos) + " and sin " + shape_of(sin) + ", expected " + phases);
-  const int half = static_cast<int>(dim / 2);
+  if (auto error = check_turns(cos, sin, q_scale, k_scale, of.m, dim); error.failure()) return error;
+  const int half = static_cast<int>(cos.dimensions()[2]);
+  const Turn q_turn{data_or_null(q_scale), q_eps, half}, k_turn{data_or_null(k_scale), k_eps, half};
   const float *cosines = cos.typed_data(), *sines = sin.typed_data();
   float *queries = q->typed_data(), *keys = k->typed_data(), *own_values = v->typed_data();
   const int64_t unit = std::lcm(int64_t{kPanel}, dim) / kPanel;
   multiply_units(threads, of, panels, unit, [&](int64_t row, int64_t column, int64_t count, float* values) {
     const int64_t end = std::min(column + count, n);
-    if (of.bias != nullptr) write_sum(values, of.bias + column, nullptr, end - column, values);
+    if (of.bias != nullptr) write_sum(values, of.bias + column, 1.f, nullptr, end - column, values);
     for (; column < end; column += dim, values += dim) {
       const int64_t head = column / dim, kv_head = head - heads;
       const float *c = cosines + row * half, *s = sines + row * half;
-      if (head < heads) rotate(values, c, s, half, queries + (row * heads + head) * dim);
-      else if (kv_head < kv_heads) rotate(values, c, s, half, keys + (row * kv_heads + kv_head) * dim);
+      if (head < heads) turn(values, q_turn, c, s, dim, queries + (row * heads + head) * dim);
+      else if (kv_head < kv_heads) turn(values, k_turn, c, s, dim, keys + (row * kv_heads + kv_head) * dim);
       else std::copy_n(values, dim, own_values + (row * kv_heads + kv_head - kv_heads) * dim);
     }
   });
@@ -273,7 +301,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_dense, run,
                                   .Arg<F32>()  // bias
                                   .Arg<F32>()  // residual
                                   .Ret<F32>()  // result
-                                  .Attr<float>("eps"));
+                                  .Attr<float>("eps")
+                                  .Attr<float>("multiplier"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_dense_gated, run_gated,
                               ffi::Ffi::Bind()
@@ -294,7 +323,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_dense_heads, run_heads,
                                   .Arg<F32>()  // bias
                                   .Arg<F32>()  // cos
                                   .Arg<F32>()  // sin
+                                  .Arg<F32>()  // q_scale
+                                  .Arg<F32>()  // k_scale
                                   .Ret<F32>()  // q
                                   .Ret<F32>()  // k
                                   .Ret<F32>()  // v
-                                  .Attr<float>("eps"));
+                                  .Attr<float>("eps")
+                                  .Attr<float>("q_eps")
+                                  .Attr<float>("k_eps"));

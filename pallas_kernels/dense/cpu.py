@@ -105,8 +105,9 @@ def dense(
     norm: Norm | None = None,
     bias: jax.Array | None = None,
     residual: jax.Array | None = None,
+    multiplier: float = 1.0,
 ) -> jax.Array:
-    """residual + (norm(x) @ weight + bias), without what is None.
+    """residual + (norm(x) @ weight + bias) * multiplier, without what is None.
 
     Args:
         x: f32[M, K].
@@ -115,6 +116,7 @@ def dense(
         norm: of x.
         bias: f32[N].
         residual: f32[M, N].
+        multiplier: of all but the residual.
 
     Returns:
         f32[M, N].
@@ -123,7 +125,8 @@ def dense(
         NotImplementedError: there is no C++ kernel for this CPU.
     """
     result = jax.ShapeDtypeStruct((x.shape[0], columns), jnp.float32)
-    return _call(TARGET, result, x, packed, norm, bias, _or_nothing(residual))
+    options = {"multiplier": np.float32(multiplier)}
+    return _call(TARGET, result, x, packed, norm, bias, _or_nothing(residual), **options)
 
 
 def dense_gated(
@@ -161,18 +164,24 @@ def dense_heads(
     *,
     num_heads: int,
     num_kv_heads: int,
+    head_dim: int,
     norm: Norm | None = None,
     bias: jax.Array | None = None,
+    q_norm: Norm | None = None,
+    k_norm: Norm | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """norm(x) @ weight + bias as heads, queries and keys rotated: the halves of D are the pairs.
+    """norm(x) @ weight + bias as heads; each of queries and keys normed, then its first D' dimensions
+    rotated: their halves are the pairs.
 
     Args:
         x: f32[M, K].
         packed: f32[P, K, 64], from `pack` of the projections to q, k and v.
-        cos, sin: f32[M, 1, D / 2], of every row's phase.
+        cos, sin: f32[M, 1, D' / 2], of every row's phase; D' is anything from 0 to D.
         num_heads, num_kv_heads: H of q, and of k and v.
+        head_dim: D.
         norm: of x.
         bias: f32[N].
+        q_norm, k_norm: of a head of queries and of keys, their scales f32[D].
 
     Returns:
         (q f32[M, H, D], k f32[M, num_kv_heads, D], v alike).
@@ -181,17 +190,24 @@ def dense_heads(
         NotImplementedError: there is no C++ kernel for this CPU.
     """
     sizes = (num_heads, num_kv_heads, num_kv_heads)
-    shapes = [(x.shape[0], heads, 2 * cos.shape[-1]) for heads in sizes]
+    shapes = [(x.shape[0], heads, head_dim) for heads in sizes]
     results = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
-    q, k, v = _call(HEADS_TARGET, results, x, packed, norm, bias, cos, sin)
+    (q_scale, q_eps), (k_scale, k_eps) = _parts(q_norm), _parts(k_norm)
+    phases, epsilons = (cos, sin, q_scale, k_scale), {"q_eps": q_eps, "k_eps": k_eps}
+    q, k, v = _call(HEADS_TARGET, results, x, packed, norm, bias, *phases, **epsilons)
     return q, k, v
 
 
-def _call(target: str, results: Any, x, packed, norm: Norm | None, bias, *more) -> Any:
+def _call(target: str, results: Any, x, packed, norm: Norm | None, bias, *more, **options) -> Any:
     load.register()
-    scale, eps = (None, 0.0) if norm is None else norm
+    scale, eps = _parts(norm)
     call = jax.ffi.ffi_call(target, results)
-    return call(x, packed, _or_nothing(scale), _or_nothing(bias), *more, eps=np.float32(eps))
+    return call(x, packed, scale, _or_nothing(bias), *more, eps=eps, **options)
+
+
+def _parts(norm: Norm | None) -> tuple[jax.Array, np.float32]:
+    scale, eps = (None, 0.0) if norm is None else norm
+    return _or_nothing(scale), np.float32(eps)
 
 
 def _or_nothing(array: jax.Array | None) -> jax.Array:

@@ -56,7 +56,7 @@ def scaled(request, model) -> tuple[str, list[KVScales]]:
         params=model.params,
         dtype=jnp.dtype("float32"),
         token_ids=ids,
-        layers_per_program=layers_per_program(config.num_layers),
+        layers_per_program=layers_per_program(config.layer_kinds),
     )
     return request.param, scales
 
