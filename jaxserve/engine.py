@@ -24,6 +24,7 @@ from jaxserve.schedule.scheduler import Scheduler
 from jaxserve.schedule.sequence import Sequence
 from jaxserve.schedule.starting_over import restart
 from jaxserve.schedule.stats import scheduler_stats
+from jaxserve.schedule.work_meter import WorkMeter
 from jaxserve.sleep import Sleep
 from jaxserve.stats import EngineStats, executor_stats
 from jaxserve.step_loop import StepLoop
@@ -42,8 +43,8 @@ class Engine:
         eos_token_ids: the model's end set.
         seed: where the draws of requests without a seed of their own come from.
         clock: seconds; tells the scheduler how long steps take.
-        async_scheduling: plan and send each step while the one before it is still computed. Outputs
-            are the same.
+        async_scheduling: plan and send each step while the one before is computed; outputs are the same.
+        meter: adds up the work of steps; None = `stats` tell of no roofline.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Engine:
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
         async_scheduling: bool = False,
+        meter: WorkMeter | None = None,
     ):
         self.executor = executor
         self.scheduler = scheduler
@@ -79,8 +81,9 @@ class Engine:
             clock=clock,
             async_scheduling=async_scheduling,
             vocab_size=vocab_size,
+            meter=meter,
         )
-        self.clock = clock
+        self.clock, self.meter = clock, meter
         self._switch = WeightsSwitch(executor, scheduler)
         self._sleep = Sleep(executor, scheduler)
         self._turns = Turns()
@@ -370,9 +373,7 @@ class Engine:
         self._in_change = False
 
     def _recover(self) -> None:
-        """After a call that was cut short: throws away pages and queues; each unfinished sequence
-        waits again with what was seen of it.
-        """
+        """After a call that was cut short: pages and queues go; each unfinished sequence waits again."""
         if not self._in_change:
             return
         self._loop.forget()
@@ -392,6 +393,7 @@ class Engine:
             num_output_tokens=self._num_output_tokens,
             weights_version=self.weights_version,
             is_asleep=self.is_asleep,
+            roofline=self._loop.roofline_stats(),
         )
 
     def check_invariants(self) -> None:

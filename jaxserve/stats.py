@@ -46,6 +46,84 @@ class StepStats:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RooflineStats:
+    """What the steps had to move and to compute, beside the time that they took. Of one device: where
+    several share a model, of each.
+
+    Args:
+        step_s: seconds of all steps, each from its start, or the end of the one before if that was later.
+        num_bytes: weights, keys and values that they had to read, and keys and values to write.
+        num_flops: operations of their matrix products and of attention; a multiply-add is two.
+        least_s: seconds that the steps would have taken at the peak, whichever of the two takes longer;
+            0.0 where the peaks are not known.
+        last_step_s, last_num_bytes, last_num_flops: the same of the last step.
+        peak_bytes_per_s, peak_flops_per_s: what the device can do, from its data sheet or as measured;
+            None where nobody knows.
+    """
+
+    step_s: float
+    num_bytes: int
+    num_flops: int
+    least_s: float
+    last_step_s: float
+    last_num_bytes: int
+    last_num_flops: int
+    peak_bytes_per_s: float | None
+    peak_flops_per_s: float | None
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Achieved bandwidth; 0.0 before the first step."""
+        return _share(self.num_bytes, self.step_s)
+
+    @property
+    def flops_per_s(self) -> float:
+        """Achieved operations a second; 0.0 before the first step."""
+        return _share(self.num_flops, self.step_s)
+
+    @property
+    def bandwidth_share(self) -> float | None:
+        """Achieved bandwidth / peak; None where that is not known."""
+        return None if not self.peak_bytes_per_s else self.bytes_per_s / self.peak_bytes_per_s
+
+    @property
+    def flops_share(self) -> float | None:
+        """Achieved operations a second / peak; None where that is not known."""
+        return None if not self.peak_flops_per_s else self.flops_per_s / self.peak_flops_per_s
+
+    @property
+    def roofline_share(self) -> float | None:
+        """Time at the peak / time taken: 1.0 is the roofline; None where the peaks are not known."""
+        known = self.peak_bytes_per_s and self.peak_flops_per_s
+        return _share(self.least_s, self.step_s) if known else None
+
+    @property
+    def last_bandwidth_share(self) -> float | None:
+        """As `bandwidth_share`, of the last step."""
+        peak = self.peak_bytes_per_s
+        return _share(self.last_num_bytes, self.last_step_s) / peak if peak else None
+
+    @property
+    def last_flops_share(self) -> float | None:
+        """As `flops_share`, of the last step."""
+        peak = self.peak_flops_per_s
+        return _share(self.last_num_flops, self.last_step_s) / peak if peak else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it for JSON."""
+        shares = (
+            "bytes_per_s",
+            "flops_per_s",
+            "bandwidth_share",
+            "flops_share",
+            "roofline_share",
+            "last_bandwidth_share",
+            "last_flops_share",
+        )
+        return {**asdict(self), **{name: getattr(self, name) for name in shares}}
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineStats:
     """A snapshot between two steps; all but the gauges and what was chosen count since the engine
     was made.
@@ -104,6 +182,8 @@ class EngineStats:
     # Engines behind this one's face. All figures are of all of them together, but for the settings of one
     # step: max_num_batched_tokens and the ladders.
     num_replicas: int = 1
+    # How near the steps come to what the device can do; None where the engine runs no model that it knows.
+    roofline: RooflineStats | None = None
 
     @property
     def num_usable_pages(self) -> int:
@@ -147,10 +227,11 @@ class EngineStats:
             for rung, use in sorted(self.by_bucket.items())
         }
         figures["last_step"] = None if self.last_step is None else asdict(self.last_step)
+        figures["roofline"] = None if self.roofline is None else self.roofline.to_dict()
         return figures
 
 
-# The groups of `EngineStats.to_dict`: every field but the last two, and every share.
+# The groups of `EngineStats.to_dict`: every field but by_bucket, last_step and roofline, and every share.
 GROUPS = {
     "sequences": ("num_running", "num_waiting", "num_held"),
     "pages": (
@@ -208,5 +289,5 @@ def executor_stats(description: Mapping[str, object]) -> dict[str, Any]:
     }
 
 
-def _share(part: int, whole: int) -> float:
+def _share(part: float, whole: float) -> float:
     return part / whole if whole else 0.0

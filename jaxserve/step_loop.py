@@ -27,6 +27,8 @@ from jaxserve.schedule.observer import StepObserver, StepRecord
 from jaxserve.schedule.plan import StepPlan, StepResult
 from jaxserve.schedule.scheduler import Scheduler
 from jaxserve.schedule.sequence import Sequence
+from jaxserve.schedule.work_meter import WorkMeter
+from jaxserve.stats import RooflineStats
 
 
 @dataclass(kw_only=True)
@@ -60,6 +62,7 @@ class StepLoop:
         clock: seconds.
         async_scheduling: plan and send a step before the last one's result is known.
         vocab_size: ids in [0, vocab_size) may be sampled.
+        meter: told of every step's work and time; None = nobody asks.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class StepLoop:
         clock: Callable[[], float],
         async_scheduling: bool,
         vocab_size: int,
+        meter: WorkMeter | None = None,
     ):
         self.executor = executor
         self.scheduler = scheduler
@@ -80,6 +84,7 @@ class StepLoop:
         self._take_in = take_in
         self._clock = clock
         self._vocab_size = vocab_size
+        self.meter = meter
         self.build_batch = BatchBuilder(scheduler.buckets, scheduler.kv.max_pages_per_seq)
         self._under_way: StepUnderWay | None = None
         self._following: StepUnderWay | None = None  # sent behind it
@@ -107,6 +112,10 @@ class StepLoop:
         """Finishes one step, and sends the next one first where that is possible."""
         self.begin()
         self._finish_first()
+
+    def roofline_stats(self) -> RooflineStats | None:
+        """The work of all steps beside their time; None without a meter."""
+        return None if self.meter is None else self.meter.stats()
 
     def drain(self) -> None:
         """Finishes what is under way, and sends nothing."""
@@ -155,6 +164,8 @@ class StepLoop:
             self._give_masks(following)
         if not is_void:
             self.scheduler.observe_step(step.plan, seconds)
+            if self.meter is not None:
+                self.meter.step_done(step.batch, step.batch.num_rows, seconds)
         next_plan = None if following is None else following.plan
         for observer in self._observers:
             observer.step_done(

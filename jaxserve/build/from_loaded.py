@@ -33,8 +33,11 @@ from jaxserve.model.kv_scales import KVScales
 from jaxserve.model.registry import ModelFunctions, Params, build_model
 from jaxserve.model_config import ModelConfig
 from jaxserve.plan.capacity import PoolSize
+from jaxserve.plan.chips import chip_of_device
+from jaxserve.plan.models import ModelSpec
 from jaxserve.schedule.buckets import Buckets
 from jaxserve.schedule.build import build_scheduler
+from jaxserve.schedule.work_meter import WorkMeter
 from jaxserve.weights.load_model import LoadedModel
 from jaxserve.weights.param_stream import ParamStream
 from pallas_kernels import dispatch
@@ -123,10 +126,22 @@ def build_loaded(
         eos_token_ids=loaded.eos_token_ids,
         seed=config.seed,
         async_scheduling=config.scheduler.async_scheduling,
+        meter=_meter(config, shapes),
     )
     _log_choices(explanation, max_model_len, shapes, pool, num_host_pages)
     times = StartupTimes(load_s=load_s, compile_s=executor.compile_s, warm_s=executor.warm_s)
     return engine, times
+
+
+def _meter(config: EngineConfig, shapes: StepShapes) -> WorkMeter:
+    """Tells how near the steps come to the roofline of the device."""
+    return WorkMeter.on_chip(
+        ModelSpec.from_config(shapes.model.config),
+        chip_of_device(jax.devices()[0].device_kind),
+        num_chips=config.parallel.tensor_parallel_size,
+        dtype=jnp.dtype(shapes.dtype).name,
+        kv_cache_dtype=shapes.kv_cache_dtype,
+    )
 
 
 def _refuse_many_devices(parallel: ParallelConfig) -> None:

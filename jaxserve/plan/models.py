@@ -6,6 +6,7 @@ exact.
 """
 
 import dataclasses
+from collections import Counter
 from dataclasses import dataclass
 
 from jaxserve.errors import ConfigError
@@ -105,16 +106,11 @@ class ModelSpec:
         """Bytes of one token's keys and values over all layers: 2 * L * K * D * item_bytes."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * item_bytes
 
-    def keys_seen(self, context: int) -> float:
-        """Keys that a token at the end of a context attends to, the mean over the layers.
-
-        Args:
-            context: tokens, its own included.
-        """
-        if not self.layer_windows:
-            return context
-        seen = [min(context, window or context) for window in self.layer_windows]
-        return sum(seen) / len(seen)
+    @property
+    def window_shares(self) -> tuple[tuple[int | None, float], ...]:
+        """Each window that layers have, None for none, and the share of the layers that have it."""
+        counts = Counter(self.layer_windows or (None,))
+        return tuple((window, count / counts.total()) for window, count in counts.items())
 
     def of_one_chip(self, num_chips: int) -> "ModelSpec":
         """What each of several chips holds of it, as a model of its own: H / c query heads, a c-th of

@@ -17,7 +17,7 @@ from jaxserve.plan.capacity import pool_page_bytes
 from jaxserve.plan.chips import ChipSpec
 from jaxserve.plan.models import ModelSpec
 from jaxserve.plan.roofline import Roofline, StepTime
-from jaxserve.plan.work import PLANNED_DTYPES, kv_item_dtype, num_pairs
+from jaxserve.plan.work import PLANNED_DTYPES, keys_read, kv_item_dtype, num_pairs
 from pallas_kernels import dispatch
 from pallas_kernels.page_bytes import ITEM_BYTES
 
@@ -257,14 +257,30 @@ def kv_bytes_per_token(config: PlanConfig) -> int:
     return config.model.kv_bytes_per_token(ITEM_BYTES[config.kv_dtype])
 
 
+def slice_sums(model: ModelSpec, start: int, num_tokens: int) -> tuple[float, float]:
+    """(keys that a slice reads, its pairs), the mean over layers whose windows may differ.
+
+    Args:
+        model: the shapes.
+        start: tokens before the slice.
+        num_tokens: tokens of it.
+    """
+    context = pairs = 0.0
+    for window, share in model.window_shares:
+        context += share * float(keys_read(start, num_tokens, window))
+        pairs += share * float(num_pairs(start, num_tokens, window))
+    return context, pairs
+
+
 def decode_bound(config: PlanConfig, roofline: Roofline, batch: int) -> StepBound:
     """A step with one token of each of `batch` sequences halfway through their outputs."""
-    seen = config.model.keys_seen(config.num_prompt_tokens + config.num_output_tokens // 2)
+    before = config.num_prompt_tokens + config.num_output_tokens // 2 - 1
+    context, pairs = slice_sums(config.model, before, 1)
     time = roofline.step_time(
         num_tokens=batch,
         num_logit_rows=batch,
-        num_context_tokens=batch * seen,
-        num_pairs=batch * seen,
+        num_context_tokens=batch * context,
+        num_pairs=batch * pairs,
     )
     return StepBound(batch, batch / time.step_s, time)
 
@@ -279,13 +295,13 @@ def prefill_bound(config: PlanConfig, roofline: Roofline, num_tokens: int) -> St
     for start in starts:
         chunk = min(num_tokens, prompt - start)
         count = max(num_tokens // prompt, 1)
-        seen = config.model.keys_seen(start + chunk) / (start + chunk)
+        context, pairs = slice_sums(config.model, start, chunk)
         times.append(
             roofline.step_time(
                 num_tokens=count * chunk,
                 num_logit_rows=count if start + chunk == prompt else 0,
-                num_context_tokens=count * (start + chunk) * seen,
-                num_pairs=count * num_pairs(start, chunk) * seen,
+                num_context_tokens=count * context,
+                num_pairs=count * pairs,
             )
         )
     total_s = sum(time.step_s for time in times)

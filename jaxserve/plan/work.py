@@ -14,22 +14,43 @@ once a row, no padding. So a share of a roofline computed from it is never flatt
 """
 
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from jaxserve.config import KV_CACHE_DTYPES
 from jaxserve.plan.models import ModelSpec
 from pallas_kernels.page_bytes import ITEM_BYTES
 
+Counts = Any  # an integer, or an array of them: the sums are the same
 PLANNED_DTYPES = ("bfloat16", "float32")  # of weights and activations
 
 
-def num_pairs(start: int, num_tokens: int) -> int:
-    """(query, key) pairs of a causal slice: token i of it sees start + i + 1 keys.
+def num_pairs(start: Counts, num_tokens: Counts, window: int | None = None) -> Counts:
+    """(query, key) pairs of a causal slice: token i of it sees start + i + 1 keys, at most its window.
 
     Args:
-        start: tokens before the slice.
-        num_tokens: tokens of the slice.
+        start: tokens before the slice; a number, or i64[S].
+        num_tokens: tokens of the slice; likewise.
+        window: keys that a token looks back at, its own included; None = all of them.
     """
-    return num_tokens * start + num_tokens * (num_tokens + 1) // 2
+    if window is None:
+        return num_tokens * start + num_tokens * (num_tokens + 1) // 2
+    return _seen(start + num_tokens, window) - _seen(start, window)
+
+
+def _seen(num_tokens: Counts, window: int) -> Counts:
+    """Pairs of a text's first tokens: a triangle up to the window, then a band of its width."""
+    inside = np.minimum(num_tokens, window)
+    return inside * (inside + 1) // 2 + (num_tokens - inside) * window
+
+
+def keys_read(start: Counts, num_tokens: Counts, window: int | None = None) -> Counts:
+    """Keys that a slice reads, its own included: all before its end, or those in its first token's window
+    and after; arguments as `num_pairs`.
+    """
+    end = start + num_tokens
+    return end if window is None else end - np.maximum(start - window + 1, 0)
 
 
 def kv_item_dtype(kv_cache_dtype: str, dtype: str) -> str:

@@ -6,7 +6,7 @@ Invariant: what is neither added up nor equal is named here; a figure that canno
 import dataclasses
 from collections.abc import Sequence
 
-from jaxserve.stats import BucketStats, EngineStats
+from jaxserve.stats import BucketStats, EngineStats, RooflineStats
 
 # Equal in all of them, for they have the same settings.
 _EQUAL = (
@@ -20,7 +20,7 @@ _EQUAL = (
     "dtype",
     "kv_cache_dtype",
 )
-_SPECIAL = ("by_bucket", "last_step", "num_replicas", "weights_version", "is_asleep")
+_SPECIAL = ("by_bucket", "last_step", "num_replicas", "weights_version", "is_asleep", "roofline")
 
 
 def merge_stats(parts: Sequence[EngineStats]) -> EngineStats:
@@ -44,7 +44,20 @@ def merge_stats(parts: Sequence[EngineStats]) -> EngineStats:
         num_replicas=len(parts),
         weights_version=min(one.weights_version for one in parts),
         is_asleep=any(one.is_asleep for one in parts),
+        roofline=_merge_rooflines(parts, busiest),
     )
+
+
+def _merge_rooflines(parts: Sequence[EngineStats], busiest: EngineStats) -> RooflineStats | None:
+    """Sums over the devices of all of them, so rates and shares are means of one; the last step is of the
+    engine that has run most.
+    """
+    rooflines = [one.roofline for one in parts if one.roofline is not None]
+    if busiest.roofline is None or len(rooflines) < len(parts):
+        return None
+    names = ("step_s", "num_bytes", "num_flops", "least_s")
+    sums = {name: sum(getattr(one, name) for one in rooflines) for name in names}
+    return dataclasses.replace(busiest.roofline, **sums)
 
 
 def _merge_buckets(parts: Sequence[EngineStats]) -> dict[int, BucketStats]:

@@ -59,6 +59,12 @@ _OUR_COUNTERS = (
     ("num_swaps", "num_swaps", "Preempted sequences whose pages went to host RAM"),
     ("num_copied_pages", "copied_pages", "Pages copied because someone wrote into a shared one"),
 )
+_ROOFLINE_COUNTERS = (
+    ("step_s", "step_seconds", "Seconds that steps took"),
+    ("num_bytes", "step_bytes", "Bytes that steps had to move, on each device"),
+    ("num_flops", "step_flops", "Operations that steps had to compute, on each device"),
+    ("least_s", "step_roofline_seconds", "Seconds of the steps at the device's peak, if known"),
+)
 _OUR_GAUGES = (
     ("num_held", "num_sequences_held", "Sequences that neither run nor wait"),
     ("kv_utilisation", "kv_utilisation", "Tokens held per token slot of the pages in use"),
@@ -172,6 +178,9 @@ class Families(Collector):
             return
         for field, name, text in _OUR_COUNTERS:
             yield self._counter(OURS + name, text, getattr(stats, field))
+        if stats.roofline is not None:
+            for field, name, text in _ROOFLINE_COUNTERS:
+                yield self._counter(OURS + name, text, getattr(stats.roofline, field))
         if scrape.is_healthy:
             for field, name, text in _OUR_GAUGES:
                 yield self._gauge(OURS + name, text, getattr(stats, field))

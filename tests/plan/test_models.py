@@ -102,11 +102,10 @@ def test_chips_that_cannot_share_a_model_are_refused(changes, message):
         dataclasses.replace(MODELS["llama-3-8b"], **changes).of_one_chip(3)
 
 
-def test_a_window_bounds_the_keys_of_its_layers():
-    spec = dataclasses.replace(MODELS["mistral-7b"], layer_windows=(None, 100) * 16)
-    assert spec.keys_seen(60) == 60
-    assert spec.keys_seen(300) == 200
-    assert MODELS["mistral-7b"].keys_seen(300) == 300
+def test_layers_are_counted_by_their_windows():
+    spec = dataclasses.replace(MODELS["mistral-7b"], layer_windows=(None, 100, 100, 100) * 8)
+    assert dict(spec.window_shares) == {None: 0.25, 100: 0.75}
+    assert MODELS["mistral-7b"].window_shares == ((None, 1.0),)
 
 
 def test_an_unknown_chip_is_refused_with_the_known_ones():

@@ -133,4 +133,4 @@ def test_json_has_every_figure_once():
     named = [name for names in GROUPS.values() for name in names]
     assert len(named) == len(set(named))
     fields = {field.name for field in dataclasses.fields(EngineStats)}
-    assert {*named, "by_bucket", "last_step"} >= fields
+    assert {*named, "by_bucket", "last_step", "roofline"} >= fields
