@@ -2,10 +2,9 @@
 
     add, fork -> waiting -> [schedule -> submit -> result -> update -> watch -> release] * -> ended
 
-Called by `LLM` and by anyone who embeds it. The engine speaks token ids; a `TokenWatcher` per
-output is the only way text reaches into the loop, so ids, text, logprobs and counts are always cut
-in the same place. The steps themselves stand in `step_loop`, what a request makes of its tokens in
-`jaxserve.groups`.
+Called by `LLM` and by anyone who embeds it. The engine speaks token ids; a `TokenWatcher` per output is the
+only way text reaches into the loop, so ids, text, logprobs and counts are always cut in the same place. The
+steps themselves stand in `step_loop`, what a request makes of its tokens in `jaxserve.groups`.
 """
 
 import time
