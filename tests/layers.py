@@ -99,6 +99,8 @@ ALLOWED_IN = {
     "jaxlib": JAX,
     "jax._src": ("pallas_kernels.compat",),
     "flax": ("jaxserve.model",),
+    "orbax": ("jaxserve.weights",),
+    "tensorstore": ("jaxserve.weights",),
     "absl": ("jaxserve.cli", "jaxserve.__main__", "scripts"),
     "httptools": ("jaxserve.server",),
     "uvloop": ("jaxserve.server",),

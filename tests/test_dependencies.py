@@ -81,7 +81,7 @@ def test_every_dependency_is_imported_somewhere_and_explained():
     everything = "\n".join(MODULES.values())
     architecture = (Path(__file__).parent.parent / "ARCHITECTURE.md").read_text()
     for name in declared("jaxserve.server"):
-        module = {"absl-py": "absl"}.get(name, name).replace("-", "_")
+        module = {"absl-py": "absl", "orbax-checkpoint": "orbax"}.get(name, name).replace("-", "_")
         used = USED_THROUGH.get(name, rf"^\s*(import|from) {module}\b")
         assert re.search(used, everything, re.MULTILINE), name
         assert re.search(rf"\| .*\b{re.escape(name)}\b.* \|", architecture.replace("_", "-")), name

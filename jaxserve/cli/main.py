@@ -35,6 +35,11 @@ COMMANDS = {
     "plan": ("jaxserve.cli.plan", "plan", "say whether a model fits chips, and how fast at best"),
     "simulate": ("jaxserve.cli.simulate", "simulate", "replay a trace on the scheduler alone"),
     "fetch": ("jaxserve.cli.fetch", "fetch NAME", "download a checkpoint by name"),
+    "convert": (
+        "jaxserve.cli.convert",
+        "convert SRC DST",
+        "write a checkpoint in another format or dtype",
+    ),
 }
 EXIT_OK, EXIT_SOME_FAILED, EXIT_COULD_NOT_RUN, EXIT_INTERRUPTED = 0, 1, 2, 130
 

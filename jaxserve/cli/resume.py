@@ -20,6 +20,7 @@ from jaxserve.cli.arguments import UsageError
 from jaxserve.cli.output_files import meta_path, partial_path, scratch_path
 from jaxserve.cli.standard_streams import write_error
 from jaxserve.stats import EngineStats
+from jaxserve.weights.orbax_files import config_directory, orbax_item
 
 FORMAT = 4
 _WAY_OUT = "give --overwrite, or another --output"
@@ -47,11 +48,8 @@ def model_fingerprint(model: Path) -> str:
     Returns:
         sha256, hex.
     """
-    files = [model] if model.is_file() else sorted(model.iterdir())
     digest = hashlib.sha256()
-    for path in files:
-        if path.suffix not in _MODEL_SUFFIXES or not path.is_file():
-            continue
+    for path in _files_of(model):
         size = path.stat().st_size
         digest.update(f"{path.name}\0{size}\0".encode())
         with open(path, "rb") as stream:
@@ -59,6 +57,16 @@ def model_fingerprint(model: Path) -> str:
                 stream.seek(offset)
                 digest.update(stream.read(_SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+def _files_of(model: Path) -> list[Path]:
+    if model.is_file():
+        return [model]
+    item = orbax_item(model)
+    folder = model if item is None else config_directory(item)
+    files = [path for path in folder.iterdir() if path.suffix in _MODEL_SUFFIXES]
+    arrays = [] if item is None else item.rglob("*")  # whatever they are called
+    return sorted(path for path in {*files, *arrays} if path.is_file())
 
 
 def _sample_offsets(size: int) -> list[int]:

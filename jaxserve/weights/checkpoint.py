@@ -112,6 +112,6 @@ class Checkpoint:
         return isinstance(self.source, ParamSource)
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Yields (Hugging Face name, array) one at a time; arrays may be read-only views of a mapped file."""
+        """Yields (name, array) one at a time; arrays may be read-only views of a mapped file."""
         for name in self.source.infos:
             yield name, self.source.read(name)

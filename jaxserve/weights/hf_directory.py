@@ -6,26 +6,28 @@ runs code.
 """
 
 import json
-import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
 
 from jaxserve.errors import CheckpointError
 from jaxserve.hf_config.read import read_hf_config
 from jaxserve.text.chat_template import TemplateSource
 from jaxserve.text.template_files import config_templates, directory_templates, write_templates
-from jaxserve.weights.checkpoint import Checkpoint
+from jaxserve.weights.checkpoint import Checkpoint, TensorSource
+from jaxserve.weights.orbax_files import config_directory, orbax_item
 from jaxserve.weights.safetensors import INDEX_NAME, find_shards
+from jaxserve.weights.safetensors_writer import (
+    MAX_SHARD_BYTES,
+    UnwrittenTensor,
+    unwritten,
+    write_shards,
+)
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 _OTHER_SUFFIXES = (".h5", ".msgpack", ".npz", ".onnx", ".gguf")
-_MAX_SHARD_BYTES = 4 << 30
-
-Pairs = Iterable[tuple[str, np.ndarray]]
 
 
 def refuse_pickle(path: Path) -> None:
@@ -42,8 +44,12 @@ def is_hf_directory(path: Path) -> bool:
     return (path / "config.json").is_file()
 
 
-def open_hf_directory(directory: Path) -> Checkpoint:
+def open_hf_directory(directory: Path, source: TensorSource | None = None) -> Checkpoint:
     """Opens a directory: configs and headers are read and checked, weights stay on disk.
+
+    Args:
+        directory: with a config.json.
+        source: the weights; None = the directory's safetensors files.
 
     Raises:
         CheckpointError: no config.json, no safetensors, a damaged file, or a model that is not served.
@@ -54,13 +60,15 @@ def open_hf_directory(directory: Path) -> Checkpoint:
     hf_config = _read_object(config_path)
     generation_config = read_generation_config(directory)
     config = read_hf_config(hf_config, generation_config, str(config_path))
-    _check_has_safetensors(directory)
+    if source is None:
+        _check_has_safetensors(directory)
+        source = find_shards(directory)
     tokenizer_path = directory / "tokenizer_config.json"
     tokenizer_config = _read_object(tokenizer_path) if _is_there(tokenizer_path) else {}
     return Checkpoint(
         path=directory,
         config=config,
-        source=find_shards(directory),
+        source=source,
         tokenizer_json=_read_text(directory / "tokenizer.json"),
         tokenizer_config=tokenizer_config,
         generation_config=generation_config,
@@ -75,8 +83,12 @@ def read_generation_config(model: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: it is there and no JSON object.
     """
+    if not model.is_dir():
+        return {}
+    if not is_hf_directory(model) and (item := orbax_item(model)):
+        model = config_directory(item)
     path = model / "generation_config.json"
-    return _read_object(path) if model.is_dir() and _is_there(path) else {}
+    return _read_object(path) if _is_there(path) else {}
 
 
 def _check_has_safetensors(directory: Path) -> None:
@@ -148,20 +160,20 @@ def write_json(path: Path, value: object) -> None:
 def write_hf_directory(
     directory: Path,
     config: Mapping[str, Any],
-    tensors: Mapping[str, np.ndarray] | Pairs,
+    tensors: Mapping[str, np.ndarray] | Sequence[UnwrittenTensor],
     *,
     tokenizer_json: str | None = None,
     tokenizer_config: Mapping[str, Any] | None = None,
     generation_config: Mapping[str, Any] | None = None,
     chat_template: TemplateSource = None,
-    max_shard_bytes: int = _MAX_SHARD_BYTES,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Writes a checkpoint that this project and transformers both read.
 
     Args:
         directory: made if missing.
         config: the object of config.json.
-        tensors: Hugging Face names and arrays; streamed, so memory is bounded by one shard.
+        tensors: Hugging Face names and arrays, or tensors that are read as they are written.
         tokenizer_json: text of tokenizer.json.
         tokenizer_config, generation_config: objects of the files of that name.
         chat_template: text of chat_template.jinja, or the texts of several templates by name.
@@ -169,8 +181,9 @@ def write_hf_directory(
             model.safetensors, several get an index.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    write_json(directory / "config.json", config)
-    _write_weights(directory, tensors, max_shard_bytes)
+    write_shards(
+        directory, unwritten(tensors) if isinstance(tensors, Mapping) else tensors, max_shard_bytes
+    )
     if tokenizer_json is not None:
         (directory / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
     if tokenizer_config is not None:
@@ -178,42 +191,4 @@ def write_hf_directory(
     if generation_config is not None:
         write_json(directory / "generation_config.json", generation_config)
     write_templates(directory, chat_template)
-
-
-def _write_weights(
-    directory: Path,
-    tensors: Mapping[str, np.ndarray] | Pairs,
-    max_shard_bytes: int,
-) -> None:
-    shards: list[list[str]] = []
-    pending: dict[str, np.ndarray] = {}
-
-    def part(number: int) -> Path:
-        return directory / f"part-{number}.safetensors"
-
-    def flush() -> None:
-        save_file(pending, part(len(shards)), metadata={"format": "pt"})
-        # The library makes the file private to the user; give it the rights that the other files have.
-        shutil.copymode(directory / "config.json", part(len(shards)))
-        shards.append(list(pending))
-        pending.clear()
-
-    total = 0
-    for name, array in cast(Pairs, tensors.items() if isinstance(tensors, Mapping) else tensors):
-        if pending and sum(a.nbytes for a in pending.values()) + array.nbytes > max_shard_bytes:
-            flush()
-        # The library writes the buffer as it lies: a transposed view would be stored scrambled.
-        pending[name] = np.ascontiguousarray(array)
-        total += array.nbytes
-    flush()
-    if len(shards) == 1:
-        part(0).rename(directory / "model.safetensors")
-        return
-    weight_map = {}
-    for number, names in enumerate(shards):
-        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
-        part(number).rename(directory / file)
-        weight_map |= dict.fromkeys(names, file)
-    write_json(
-        directory / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map}
-    )
+    write_json(directory / "config.json", config)  # last: without it nobody takes this for a model

@@ -30,7 +30,9 @@ from jaxserve.weights.manifest import (
     manifest_names,
 )
 from jaxserve.weights.name_maps import ParamSpec
+from jaxserve.weights.orbax_files import KV_SCALES, config_directory, orbax_item
 from jaxserve.weights.param_stream import ParamStream
+from jaxserve.weights.safetensors import SafetensorsSource
 
 _LOG = logging.getLogger(__name__)
 _MAX_LISTED_NAMES = 20  # in an error message
@@ -40,15 +42,17 @@ _COMPARE_ROWS = (
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Opens a Hugging Face directory or a .gguf file; reads metadata and headers only.
+    """Opens a Hugging Face directory, an Orbax checkpoint or a .gguf file; reads metadata and headers
+    only.
 
     Raises:
-        CheckpointError: neither of the two, damaged, or a model that is not served.
+        CheckpointError: none of them, damaged, or a model that is not served.
     """
     path = Path(path)
     try:
         if path.is_dir():
-            return open_hf_directory(path)
+            item = orbax_item(path)
+            return open_hf_directory(path) if item is None else _open_orbax(path, item)
         if not path.exists():
             raise CheckpointError(f"{path}: no such file or directory")
         refuse_pickle(path)
@@ -63,6 +67,21 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             f"{path}: give the directory that holds this file and its config.json"
         )
     raise CheckpointError(f"{path}: expected a checkpoint directory or a .gguf file")
+
+
+def _open_orbax(path: Path, item: Path) -> Checkpoint:
+    """The params tree in `item`, with the config and the tokenizer that lie beside it or above."""
+    others = [one.name for one in path.glob("*.safetensors") if one.name != KV_SCALES]
+    if others:
+        raise CheckpointError(
+            f"{path}: holds safetensors ({others[0]}) and an Orbax checkpoint; for the latter give {item}"
+        )
+    from jaxserve.weights.orbax import OrbaxSource  # with a library that no other format needs
+
+    folder = config_directory(item)
+    has_scales = (folder / KV_SCALES).is_file()
+    scales = SafetensorsSource([folder / KV_SCALES]) if has_scales else None
+    return open_hf_directory(folder, OrbaxSource(item, scales))
 
 
 def resolve_model(name_or_path: str | Path) -> Path:

@@ -28,9 +28,11 @@ from jaxserve.weights.name_maps import ParamSpec
 # (path in the params tree, array in host memory) -> what the tree shall hold. Once it returns, the array
 # may be gone: it waits until the device has it.
 Place = Callable[[tuple[str | int, ...], np.ndarray], Any]
+# path -> the jax sharding of that parameter, or None where `place` is to be called.
+ShardingOf = Callable[[tuple[str | int, ...]], Any]
 
 _MAX_READERS = 8  # threads, each with a parameter and a block of it
-_BLOCK_BYTES = 4 << 20  # of f32: what is read, or dequantised, at a time
+_BLOCK_BYTES = 2 << 20  # of f32: what is read, or dequantised, at a time
 _ALIGNMENT = 64  # bytes; XLA uses a buffer of the host in place where it begins at a multiple
 # From this size on memory comes from the system, page by page, and goes back to it once it is dropped; an
 # allocator would keep it for others of its own thread.
@@ -55,17 +57,27 @@ class ParamStream:
         self._taken = False
         # Threads that wait for room end with the stream that nobody takes.
         weakref.finalize(self, self._queue.close)
+        # What can be read onto devices by parts waits for whoever knows of them.
+        self._waits = bounded and checkpoint.holds_params
+        if not self._waits:
+            self._start()
+
+    def _start(self) -> None:
         for number in range(min(_MAX_READERS, os.cpu_count() or 1)):
             name = f"weights-{number}"
             # They end with the process: whoever stops a start does not wait for the weights.
             threading.Thread(target=self._queue.read_all, name=name, daemon=True).start()
 
-    def take(self, place: Place | None = None) -> dict[str, Any]:
+    def take(
+        self, place: Place | None = None, sharding_of: ShardingOf | None = None
+    ) -> dict[str, Any]:
         """Waits for every parameter and places it.
 
         Args:
             place: called in this thread, for one parameter after the other; None = the tree holds the
                 arrays themselves, each of them where a CPU device can use it in place.
+            sharding_of: how a parameter shall lie on devices. Where the checkpoint holds parameters as
+                such (Orbax), each device's part is then read on its own and `place` is not called.
 
         Returns:
             The nested dict that `model/` takes (kernels are [in, out], layer keys are ints).
@@ -79,19 +91,34 @@ class ParamStream:
         self._taken = True
         if place is None:
             self._queue.keep()
+        shardings = self._shardings(sharding_of)
+        if self._waits and not shardings:
+            self._start()
         params: dict[Any, Any] = {}
         try:
             for index, spec in enumerate(self._queue.specs):
-                array = self._queue.get(index)
                 node = params
                 for key in spec.path[:-1]:
                     node = node.setdefault(key, {})
+                if index in shardings:
+                    node[spec.path[-1]] = self._queue.read_onto(index, shardings[index])
+                    continue
+                # Beside shardings no thread reads: the bound is for one or the other.
+                array = self._queue.read(index) if shardings else self._queue.get(index)
                 node[spec.path[-1]] = array if place is None else place(spec.path, array)
                 del array
-                self._queue.release(index)
+                if not shardings:
+                    self._queue.release(index)
         finally:
             self._queue.close()
         return params
+
+    def _shardings(self, sharding_of: ShardingOf | None) -> dict[int, Any]:
+        """Those of the parameters that are read onto devices by parts, by their numbers."""
+        if sharding_of is None or not self._waits:
+            return {}
+        found = {i: sharding_of(spec.path) for i, spec in enumerate(self._queue.specs)}
+        return {index: sharding for index, sharding in found.items() if sharding is not None}
 
 
 class _Queue:
@@ -115,12 +142,15 @@ class _Queue:
         self._read: dict[int, np.ndarray | BaseException] = {}
         self._changed = threading.Condition()
 
+    def read(self, index: int) -> np.ndarray:
+        """A parameter, read in the calling thread."""
+        return read_param(self._checkpoint, self.specs[index], self._dtype)
+
     def read_all(self) -> None:
         """What a thread does: the next parameter, and again, until there is none."""
         while (index := self._claim()) is not None:
-            spec = self.specs[index]
             try:
-                array = read_param(self._checkpoint, spec, self._dtype)
+                array = self.read(index)
             except BaseException as error:  # noqa: BLE001 - raised again by whoever takes
                 array = error
             with self._changed:
@@ -167,6 +197,12 @@ class _Queue:
             self._held -= self._sizes[index]
             self._changed.notify_all()
 
+    def read_onto(self, index: int, sharding: Any) -> Any:
+        """A parameter on its devices, in the calling thread."""
+        source = self._checkpoint.source
+        assert isinstance(source, ParamSource)
+        return source.read_onto(self.specs[index].name, sharding, self._dtype)
+
     def keep(self) -> None:
         """Parameters stay where they are: reads on however many there are."""
         with self._changed:
@@ -189,7 +225,8 @@ def read_param(checkpoint: Checkpoint, spec: ParamSpec, dtype: np.dtype) -> np.n
     param = aligned_empty(spec.tree_shape, dtype)
     stored = param.T if spec.transpose else param
     source = checkpoint.source
-    step = _rows_at_a_time(source.infos[spec.name])
+    info = source.infos[spec.name]
+    step = rows_at_a_time(info.shape, info.block_rows)
     for begin in range(0, len(stored), step):
         part = stored[begin : begin + step]
         first = spec.first_row + begin
@@ -201,18 +238,19 @@ def read_param(checkpoint: Checkpoint, spec: ParamSpec, dtype: np.dtype) -> np.n
     return param
 
 
-def _rows_at_a_time(info: TensorInfo) -> int:
-    fit = _BLOCK_BYTES // max(1, _row_bytes(info))
-    return max(1, fit // info.block_rows) * info.block_rows
+def rows_at_a_time(shape: tuple[int, ...], block_rows: int = 1) -> int:
+    """How many rows of a tensor to read, or dequantise, or write at a time: a multiple of `block_rows`."""
+    fit = _BLOCK_BYTES // max(1, _row_bytes(shape))
+    return max(1, fit // block_rows) * block_rows
 
 
-def _row_bytes(info: TensorInfo) -> int:
-    return 4 * math.prod(info.shape[1:])
+def _row_bytes(shape: tuple[int, ...]) -> int:
+    return 4 * math.prod(shape[1:])
 
 
 def _big_block_bytes(info: TensorInfo) -> int:
     """What reading a parameter takes beside it, where the format makes that more than a small block."""
-    size = min(info.block_rows, info.shape[0]) * _row_bytes(info)
+    size = min(info.block_rows, info.shape[0]) * _row_bytes(info.shape)
     return size if size > _BLOCK_BYTES else 0
 
 
