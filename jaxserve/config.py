@@ -226,6 +226,11 @@ class AxisRules:
     ffn: str | tuple[str, ...] | None = "model"
     vocab: str | tuple[str, ...] | None = "model"
 
+    @classmethod
+    def over(cls, axes: str | tuple[str, ...] | None) -> "AxisRules":
+        """Everything cut by the same axes."""
+        return cls(heads=axes, ffn=axes, vocab=axes)
+
     def __post_init__(self) -> None:
         for rule in dataclasses.fields(self):
             value = getattr(self, rule.name)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.build.kept_programs import count_programs, program_store, use_compilation_cache
-from jaxserve.config import EngineConfig, ParallelConfig, SchedulerConfig
+from jaxserve.config import EngineConfig, SchedulerConfig
 from jaxserve.device.calibration import find_kv_scales
 from jaxserve.device.calibration_text import calibration_ids
 from jaxserve.device.choices import (
@@ -24,11 +24,12 @@ from jaxserve.device.choices import (
 )
 from jaxserve.device.dtypes import resolve_dtype, resolve_kv_dtype
 from jaxserve.device.executor import DeviceExecutor
-from jaxserve.device.params import put_param, put_params
+from jaxserve.device.params import ParamPlacer, checked_params, put_params
+from jaxserve.device.placement import Placement
 from jaxserve.device.programs import lower_traced
 from jaxserve.device.step_shapes import StepShapes
 from jaxserve.engine import Engine
-from jaxserve.errors import ConfigError, shown
+from jaxserve.errors import ConfigError
 from jaxserve.model.kv_scales import KVScales
 from jaxserve.model.registry import ModelFunctions, Params, build_model
 from jaxserve.model_config import ModelConfig
@@ -69,7 +70,7 @@ def build_loaded(
     Args:
         config: settings; "auto" values are resolved here and what was chosen is logged once.
         loaded: the model and its params.
-        mesh: the devices to run on; None = the default one.
+        mesh: the devices to run on; None = the default one, or the first `tensor_parallel_size`.
         own: numpy arrays among the params may be written to afterwards, so they are copied.
 
     Returns:
@@ -78,18 +79,18 @@ def build_loaded(
     Raises:
         ConfigError: a setting that this model, backend or machine cannot serve.
     """
-    if mesh is not None:
-        raise ConfigError(f"mesh: an engine runs on one device, the default one; got {shown(mesh)}")
-    _refuse_many_devices(config.parallel)
+    if config.parallel.data_parallel_size > 1:
+        raise ConfigError(f"data_parallel_size must be 1, got {config.parallel.data_parallel_size}")
+    placement = Placement.make(config.parallel, mesh)
     cache_dir = config.compilation_cache_dir
     can_keep = cache_dir is not None and use_compilation_cache(cache_dir)
     begin = time.monotonic()
     max_model_len = _resolve_max_model_len(config, loaded.config)
     loaded = dataclasses.replace(loaded, config=loaded.config.at_context(max_model_len))
-    shapes, explanation = _choose_shapes(config, loaded, max_model_len)
+    shapes, explanation = _choose_shapes(config, loaded, max_model_len, placement)
     model = shapes.model
-    params = _params_on_device(loaded, model, own)
-    kv_scales = _kv_scales(config, loaded, params, shapes.dtype)
+    params = _params_on_devices(loaded, model, placement, own)
+    kv_scales = _kv_scales(config, loaded, params, shapes)
     load_s = loaded.load_s + time.monotonic() - begin
 
     lower = program_store(config, shapes, can_keep=can_keep) or lower_traced
@@ -137,30 +138,29 @@ def _meter(config: EngineConfig, shapes: StepShapes) -> WorkMeter:
     """Tells how near the steps come to the roofline of the device."""
     return WorkMeter.on_chip(
         ModelSpec.from_config(shapes.model.config),
-        chip_of_device(jax.devices()[0].device_kind),
-        num_chips=config.parallel.tensor_parallel_size,
+        chip_of_device(shapes.placement.devices[0].device_kind),
+        num_chips=shapes.placement.shares.heads,
         dtype=jnp.dtype(shapes.dtype).name,
         kv_cache_dtype=shapes.kv_cache_dtype,
     )
 
 
-def _refuse_many_devices(parallel: ParallelConfig) -> None:
-    for name in ("tensor_parallel_size", "data_parallel_size"):
-        if getattr(parallel, name) > 1:
-            raise ConfigError(f"{name} must be 1, got {getattr(parallel, name)}")
-
-
-def _params_on_device(loaded: LoadedModel, model: ModelFunctions, own: bool) -> Params:
+def _params_on_devices(
+    loaded: LoadedModel, model: ModelFunctions, placement: Placement, own: bool
+) -> Params:
     """Those of a checkpoint one after the other, so that the host never holds all of them beside it."""
+    place = ParamPlacer(model, placement)
     if not isinstance(loaded.params, ParamStream):
-        return put_params(loaded.params, model.abstract_params, own=own, pack=model.packs)
-    in_place = model.packs or jax.default_backend() == "cpu"
-    read = loaded.params.take(None if in_place else put_param)
-    return put_params(read, model.abstract_params, pack=model.packs, consume=True)
+        return put_params(loaded.params, model.given_params, own=own, pack=model.packs, place=place)
+    if model.packs or (placement.platform == "cpu" and not placement.is_shared):  # used in place
+        read = loaded.params.take(None)
+        return put_params(read, model.given_params, pack=model.packs, consume=True, place=place)
+    read = loaded.params.take(lambda path, array: jax.block_until_ready(place(path, array)))
+    return checked_params(read, model.abstract_params)
 
 
 def _choose_shapes(
-    config: EngineConfig, loaded: LoadedModel, max_model_len: int
+    config: EngineConfig, loaded: LoadedModel, max_model_len: int, placement: Placement
 ) -> tuple[StepShapes, str]:
     """(what will be compiled, but for the size of the pool; why that attention backend)."""
     model = loaded.config
@@ -170,6 +170,7 @@ def _choose_shapes(
     kernel, page_size, explanation = resolve_attention(
         config,
         model,
+        placement,
         dtype=dtype,
         kv_dtype=kv_dtype,
         max_num_seqs=buckets.max_num_seqs,
@@ -177,7 +178,7 @@ def _choose_shapes(
     )
     max_pages = -(-max_model_len // page_size)
     shapes = StepShapes(
-        model=build_model(model, dtype, kernel),
+        model=build_model(model, dtype, kernel, placement.shares),
         buckets=buckets,
         num_pages=max_pages + 1,  # enough to compile against; replaced once the pool is sized
         page_size=page_size,
@@ -187,25 +188,31 @@ def _choose_shapes(
         kv_dtype=kv_dtype,
         layers_per_program=layers_per_program(model.layer_kinds),
         num_token_ids=_num_token_ids(loaded),
+        placement=placement,
     )
     return shapes, explanation
 
 
-def _num_token_ids(loaded: LoadedModel) -> int | None:
-    """How many ids of the vocabulary are tokens; None = all."""
-    if loaded.num_token_ids is None and loaded.tokenizer is not None:
-        return loaded.tokenizer.end_of_ids(loaded.config.vocab_size)
-    return loaded.num_token_ids
+def _num_token_ids(loaded: LoadedModel) -> int:
+    """How many ids of the vocabulary are tokens; behind them may be padding, and more of it where
+    several devices share the vocabulary.
+    """
+    if loaded.num_token_ids is not None:
+        return loaded.num_token_ids
+    vocab_size = loaded.config.vocab_size
+    return vocab_size if loaded.tokenizer is None else loaded.tokenizer.end_of_ids(vocab_size)
 
 
 def _log_choices(
     explanation: str, max_model_len: int, shapes: StepShapes, pool: PoolSize, num_host_pages: int
 ) -> None:
     """What was chosen, in one line."""
+    num_devices = len(shapes.placement.devices)
     padding = shapes.model.config.vocab_size - shapes.num_ids
     _LOG.info(
-        "%s, dtype %s, kv_cache_dtype %s, max_model_len %d, %d KV pages of %d tokens (%.2f GiB, by %s)%s%s",
+        "%s%s, dtype %s, kv_cache_dtype %s, max_model_len %d, %d KV pages of %d tokens (%.2f GiB, by %s)%s%s",
         explanation,
+        f" on {num_devices} devices" if num_devices > 1 else "",
         jnp.dtype(shapes.dtype).name,
         shapes.kv_cache_dtype,
         max_model_len,
@@ -251,22 +258,23 @@ def _resolve_buckets(asked: SchedulerConfig, max_model_len: int) -> Buckets:
 
 
 def _kv_scales(
-    config: EngineConfig, loaded: LoadedModel, params: Params, dtype: jnp.dtype
+    config: EngineConfig, loaded: LoadedModel, params: Params, shapes: StepShapes
 ) -> list[KVScales] | None:
     """The scales of every layer for an 8-bit KV cache; None for float pages."""
     model = loaded.config
-    if not is_8bit(resolve_kv_dtype(config.cache.kv_cache_dtype, dtype)):
+    if not is_8bit(shapes.kv_dtype):
         return None
     return find_kv_scales(
         config.cache.kv_cache_dtype,
         given=loaded.kv_scales,
         config=model,
         params=params,
-        dtype=dtype,
+        dtype=shapes.dtype,
         token_ids=calibration_ids(
             loaded.tokenizer,
             vocab_size=model.vocab_size,
             max_position_embeddings=model.max_position_embeddings,
         ),
-        layers_per_program=layers_per_program(model.layer_kinds),
+        layers_per_program=shapes.layers_per_program,
+        placement=shapes.placement,
     )

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from jaxserve.config import AxisRules
 from jaxserve.device.aot_target import (
     AXIS,
     REFUSALS,
@@ -83,10 +84,7 @@ def shared_config(config: ModelConfig, num_devices: int) -> ModelConfig:
     Raises:
         ValueError: they cannot share it.
     """
-    if config.num_kv_heads < num_devices and num_devices % config.num_kv_heads == 0:
-        config = dataclasses.replace(config, num_kv_heads=num_devices)
-    sharding.check_model(config, num_devices)
-    return config
+    return sharding.shared_config(config, sharding.Shares.even(num_devices))
 
 
 def step_shapes(
@@ -135,7 +133,7 @@ def step_shapes(
 
 def argument_specs(program: Program, model: ModelFunctions, layout: str) -> tuple:
     """How the arguments of one of the engine's programs are cut."""
-    params = sharding.param_specs(model.abstract_params, AXIS)
+    params = sharding.param_specs(model.abstract_params, AxisRules.over(AXIS))
     pages = [sharding.pages_spec(layout, AXIS)] * model.config.num_layers
     return {
         "embed": (params["embed"], P(), P()),
@@ -157,7 +155,8 @@ def argument_specs(program: Program, model: ModelFunctions, layout: str) -> tupl
 def layer_bytes(shapes: StepShapes, target: Target) -> tuple[int, int]:
     """Bytes that one device holds: (of one layer, params and pages; of embedding, norm and head)."""
     params = target.place(
-        shapes.model.abstract_params, sharding.param_specs(shapes.model.abstract_params, AXIS)
+        shapes.model.abstract_params,
+        sharding.param_specs(shapes.model.abstract_params, AxisRules.over(AXIS)),
     )
     pages = target.place(shapes.abstract_pages()[0], sharding.pages_spec(shapes.layout, AXIS))
     layers = params.pop("layers")

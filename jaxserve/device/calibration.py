@@ -21,11 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.config import KV_CACHE_DTYPES
+from jaxserve.device.placement import DEFAULT_DEVICE, WHOLE, Placement
 from jaxserve.device.programs import Program, ProgramTable
 from jaxserve.errors import ConfigError, shown
 from jaxserve.model.attention import AttentionKernel, PagedRows
 from jaxserve.model.kv_scales import GivenKVScales, KVScales, check_given, largest_unit
 from jaxserve.model.registry import ModelFunctions, Params, build_model
+from jaxserve.model.sharding import repeat_heads, shared_config
 from jaxserve.model_config import LayerKind, ModelConfig
 from pallas_kernels import dispatch
 from pallas_kernels.ragged_paged_attention.layout import KVPages
@@ -48,6 +50,7 @@ def find_kv_scales(
     dtype: jnp.dtype,
     token_ids: Sequence[int],
     layers_per_program: int,
+    placement: Placement = DEFAULT_DEVICE,
 ) -> list[KVScales]:
     """The scales of every layer, on the device; says in the log how many came from where.
 
@@ -55,10 +58,11 @@ def find_kv_scales(
         kv_cache_dtype: "int8" or "fp8_e4m3".
         given: scales that came with the model; what they lack is calibrated, all of it where None.
         config: the model's shapes and constants.
-        params: its weights, on the device.
+        params: its weights, as they are served.
         dtype: of weights and activations.
         token_ids: from `calibration_text.calibration_ids`.
         layers_per_program: consecutive layers compiled as one program; divides the number of layers.
+        placement: the devices that have the params.
 
     Returns:
         One KVScales of f32[K] arrays per layer.
@@ -76,12 +80,21 @@ def find_kv_scales(
                 f"{given.kv_cache_dtype}; without them (kv_scales=None) they are calibrated"
             )
         known = check_given(given, num_layers=config.num_layers, num_kv_heads=config.num_kv_heads)
+    served = shared_config(config, placement.shares)
+    known = [
+        KVScales(*(repeat_heads(one, served.num_kv_heads) for one in layer)) for layer in known
+    ]
     num_missing = sum(scale is None for layer in known for scale in layer)
     how = ""
     if num_missing:
         begin = time.monotonic()
-        model = build_model(config, dtype, AttentionKernel(backend=BACKEND))
-        magnitudes = largest_magnitudes(model, params, dtype, token_ids, layers_per_program)
+        kernel = AttentionKernel(
+            backend=BACKEND, mesh=placement.kernel_mesh, axis=placement.rules.heads
+        )
+        model = build_model(config, dtype, kernel, placement.shares)
+        magnitudes = largest_magnitudes(
+            model, params, dtype, token_ids, layers_per_program, placement
+        )
         known = [
             _completed(kv_cache_dtype, layer, scales, magnitudes[layer])
             for layer, scales in enumerate(known)
@@ -95,7 +108,7 @@ def find_kv_scales(
         how,
         config.num_layers,
     )
-    return jax.device_put(known)
+    return placement.put(known, placement.heads)
 
 
 def largest_magnitudes(
@@ -104,6 +117,7 @@ def largest_magnitudes(
     dtype: jnp.dtype,
     token_ids: Sequence[int],
     layers_per_program: int,
+    placement: Placement = DEFAULT_DEVICE,
 ) -> np.ndarray:
     """How far keys and values of one text reach.
 
@@ -112,7 +126,7 @@ def largest_magnitudes(
         params: its weights, on the device.
         dtype: of weights, activations and the pages.
         token_ids: the text, at least one id.
-        layers_per_program: as for `find_kv_scales`.
+        layers_per_program, placement: as for `find_kv_scales`.
 
     Returns:
         f32[L, K, 2]: the largest |key| and |value| of each kv head; infinite where one is
@@ -120,16 +134,19 @@ def largest_magnitudes(
     """
     num_tokens = len(token_ids)
     num_pages = -(-num_tokens // PAGE_SIZE)
-    ids = jnp.asarray(token_ids, jnp.int32)
-    positions = jnp.arange(num_tokens, dtype=jnp.int32)
+    num_decodes = int(num_tokens == 1)
     rows = PagedRows(
-        kv_lens=jnp.array([num_tokens], jnp.int32),
-        page_table=jnp.arange(1, num_pages + 1, dtype=jnp.int32),
-        kv_starts=jnp.zeros(1, jnp.int32),
-        cu_q_lens=jnp.array([0, num_tokens], jnp.int32),
-        ranges=jnp.array([int(num_tokens == 1), int(num_tokens == 1), 1], jnp.int32),
+        kv_lens=np.array([num_tokens], np.int32),
+        page_table=np.arange(1, num_pages + 1, dtype=np.int32),
+        kv_starts=np.zeros(1, np.int32),
+        cu_q_lens=np.array([0, num_tokens], np.int32),
+        ranges=np.array([num_decodes, num_decodes, 1], np.int32),
+    )
+    ids, positions, rows = placement.put(
+        (np.asarray(token_ids, np.int32), np.arange(num_tokens, dtype=np.int32), rows)
     )
     x = jax.ShapeDtypeStruct((num_tokens, model.config.hidden_size), dtype)
+    x, whole = placement.abstract(x), placement.shardings(WHOLE)
     layer_params = model.layer_params(params)
     kinds = model.config.layer_kinds
     runs = [
@@ -144,12 +161,16 @@ def largest_magnitudes(
                 key=(name, num_tokens),
                 function=functools.partial(_run_magnitudes, model, sort, num_pages + 1),
                 arguments=(layer_params[:layers_per_program], x, positions, rows),
+                out_shardings=whole,
             )
             for sort, name in names.items()
         ]
         + [
             Program(
-                key=("embed", num_tokens), function=model.embed, arguments=(params["embed"], ids)
+                key=("embed", num_tokens),
+                function=model.embed,
+                arguments=(params["embed"], ids),
+                out_shardings=whole,
             ),
         ]
     )

@@ -5,6 +5,7 @@ Called by `build`, once per engine. Invariant: what is found is returned; a sett
 served raises and is never replaced by another.
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -13,10 +14,12 @@ import jax.numpy as jnp
 from jaxserve.config import EngineConfig
 from jaxserve.device.memory import free_bytes, free_host_bytes
 from jaxserve.device.page_moves import device_bytes
+from jaxserve.device.placement import Placement
 from jaxserve.device.programs import Lowering, lower_traced
 from jaxserve.device.step_shapes import StepShapes, count_table_bytes, largest_step_bytes
 from jaxserve.errors import ConfigError
 from jaxserve.model.attention import AttentionKernel
+from jaxserve.model.sharding import local_kv_heads, shared_config
 from jaxserve.model_config import LayerKind, ModelConfig
 from jaxserve.plan.capacity import (
     PoolSize,
@@ -26,6 +29,7 @@ from jaxserve.plan.capacity import (
     size_pool,
 )
 from pallas_kernels import dispatch
+from pallas_kernels.ragged_paged_attention.layout import KVPages
 
 MAX_CPU_LAYERS_PER_PROGRAM = 4
 
@@ -33,6 +37,7 @@ MAX_CPU_LAYERS_PER_PROGRAM = 4
 def resolve_attention(
     config: EngineConfig,
     model: ModelConfig,
+    placement: Placement,
     *,
     dtype: jnp.dtype,
     kv_dtype: jnp.dtype,
@@ -44,6 +49,7 @@ def resolve_attention(
     Args:
         config: the settings.
         model: the model's shapes.
+        placement: the devices.
         dtype: of queries.
         kv_dtype: element type of the pages.
         max_num_seqs: rows of the page table.
@@ -53,8 +59,8 @@ def resolve_attention(
         ConfigError: no backend serves that, or not with that page size.
     """
     demand = dispatch.Demand(
-        platform=jax.default_backend(),
-        compute_capability=getattr(jax.devices()[0], "compute_capability", None),
+        platform=placement.platform,
+        compute_capability=getattr(placement.devices[0], "compute_capability", None),
         dtype=dtype.name,
         kv_dtype=kv_dtype.name,
         head_dim=model.head_dim,
@@ -68,18 +74,33 @@ def resolve_attention(
                 backend, max_num_seqs=max_num_seqs, max_model_len=max_model_len
             )
         dispatch.check_page_size(backend, page_size)
+        own_kv_heads = _own_kv_heads(model, placement, dispatch.layout_of(backend), kv_dtype)
         if backend == "tpu":
             _check_page_table(
                 backend,
                 page_size=page_size,
                 max_num_seqs=max_num_seqs,
                 max_model_len=max_model_len,
-                num_kv_heads=model.num_kv_heads,
+                num_kv_heads=own_kv_heads,
             )
     except (ValueError, NotImplementedError) as error:
         raise ConfigError(str(error)) from None
-    kernel = AttentionKernel(backend=backend, interpret=config.attention_interpret)
+    kernel = AttentionKernel(
+        backend=backend,
+        interpret=config.attention_interpret,
+        mesh=placement.kernel_mesh,
+        axis=placement.rules.heads,
+    )
     return kernel, page_size, dispatch.explain_backend(config.attention_backend, demand)
+
+
+def _own_kv_heads(
+    model: ModelConfig, placement: Placement, layout: str, kv_dtype: jnp.dtype
+) -> int:
+    """KV heads of each device; raises ValueError where they cannot be shared."""
+    served = shared_config(model, placement.shares)
+    pages = KVPages.abstract(layout, 2, 16, served.num_kv_heads, served.head_dim, kv_dtype)
+    return local_kv_heads(pages, placement.shares.heads)
 
 
 def _check_page_table(
@@ -117,7 +138,8 @@ def layers_per_program(kinds: Sequence[LayerKind]) -> int:
 def choose_pool_size(
     config: EngineConfig, max_model_len: int, shapes: StepShapes, lower: Lowering = lower_traced
 ) -> PoolSize:
-    """How many pages to make, by the settings and by what the device has free now.
+    """How many pages to make, by the settings and by what the devices have free now. Where several
+    share the model, bytes are those of all parts of a page together.
 
     Args:
         config: the settings.
@@ -128,17 +150,23 @@ def choose_pool_size(
     Raises:
         ConfigError: the pool would hold no page, or more bytes than are free.
     """
-    on_cpu = jax.default_backend() == "cpu"
+    placement, model = shapes.placement, shapes.model.config
+    num_parts = placement.shares.heads  # the devices that have a part of every page each
+    on_cpu = placement.platform == "cpu"
     cache = config.cache
     by_memory = cache.num_pages is None and cache.kv_cache_gib is None
-    free = free_bytes(jax.devices()[0], cache.memory_utilization if by_memory else 1.0)
+    utilization = cache.memory_utilization if by_memory else 1.0
+    free = min(free_bytes(device, utilization) for device in placement.own_devices)
     if not on_cpu:  # host RAM is not partitioned: what programs take there is not set aside
         free -= largest_step_bytes(shapes, lower) + count_table_bytes(shapes)
         free -= device_bytes(shapes) if cache.host_kv_gib else 0
+        free *= num_parts
+    own = dataclasses.replace(model, num_kv_heads=model.num_kv_heads // num_parts)
     return size_pool(
         cache,
-        bytes_per_page=pool_page_bytes(
-            shapes.model.config,
+        bytes_per_page=num_parts
+        * pool_page_bytes(
+            own,
             layout=shapes.layout,
             page_size=shapes.page_size,
             dtype=jnp.dtype(shapes.kv_dtype).name,
@@ -162,11 +190,13 @@ def choose_host_pages(config: EngineConfig, shapes: StepShapes, pool: PoolSize) 
     Raises:
         ConfigError: host_kv_gib is less than a page takes, or more than is free.
     """
-    on_cpu = jax.default_backend() == "cpu"
+    on_cpu, model = shapes.placement.platform == "cpu", shapes.model.config
     return count_host_pages(
         config.cache,
         bytes_per_page=canonical_page_bytes(
-            shapes.model.config,
+            dataclasses.replace(
+                model, num_kv_heads=shapes.placement.own_kv_heads(model.num_kv_heads)
+            ),
             page_size=shapes.page_size,
             dtype=jnp.dtype(shapes.kv_dtype).name,
         ),

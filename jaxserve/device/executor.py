@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxserve.device.kv_pool import count_table_program, make_pools, pool_program
 from jaxserve.device.page_moves import PageMoves
-from jaxserve.device.params import put_params
+from jaxserve.device.params import ParamPlacer, put_params
 from jaxserve.device.programs import Lowering, Program, ProgramTable, lower_traced
 from jaxserve.device.row_sampler import RowSampler
 from jaxserve.device.scorer import Scorer
@@ -36,11 +36,11 @@ Run = tuple[str, slice]
 
 
 class DeviceExecutor:
-    """Runs batches on one device.
+    """Runs batches on the devices of `shapes.placement`.
 
     Args:
         shapes: what to compile.
-        params: weights, on the device, as `shapes.model.served_params` says.
+        params: weights, on the devices, as `shapes.served_params` says.
         kv_scales: for 8-bit pages one per layer, on the device; else None.
         num_host_pages: pages in host RAM that batches may move pages to; 0 = none.
         check_batches: debug mode: refuse a batch whose pages, lengths or counts do not fit.
@@ -77,7 +77,7 @@ class DeviceExecutor:
     @property
     def description(self) -> dict[str, object]:
         """What serves: attention_backend, attention_interpret, dtype, kv_cache_dtype, platform,
-        num_programs.
+        tensor_parallel_size, num_programs.
         """
         kernel = self._shapes.model.kernel
         return {
@@ -85,7 +85,8 @@ class DeviceExecutor:
             "attention_interpret": kernel.interpret,
             "dtype": jnp.dtype(self._shapes.dtype).name,
             "kv_cache_dtype": self._shapes.kv_cache_dtype,
-            "platform": jax.default_backend(),
+            "platform": self._shapes.placement.platform,
+            "tensor_parallel_size": self._shapes.placement.shares.heads,
             "num_programs": len(self._programs),
         }
 
@@ -186,7 +187,8 @@ class DeviceExecutor:
             ConfigError: a leaf at fault, by name.
         """
         model = self._shapes.model
-        return put_params(params, model.abstract_params, own=True, pack=model.packs)
+        place = ParamPlacer(model, self._shapes.placement)
+        return put_params(params, model.given_params, own=True, pack=model.packs, place=place)
 
     def use_params(self, prepared: Params) -> None:
         """Other weights from the next step on. Pages keep what the old ones computed, and an 8-bit KV
@@ -268,7 +270,7 @@ class DeviceExecutor:
     def _run_layers(self, batch: DeviceBatch, runs: Sequence[Run]) -> tuple[StepOutputs, jax.Array]:
         """The programs of T. Returns (what is known then, the hidden rows [S, E] for the sampler)."""
         num_tokens = batch.bucket.num_tokens
-        inputs = jax.device_put(forward_inputs(batch))
+        inputs = self._shapes.placement.put(forward_inputs(batch))
         x = self._programs["embed", num_tokens](
             self._params["embed"], inputs.token_ids, self._sampler.last_ids
         )

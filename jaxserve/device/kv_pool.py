@@ -12,6 +12,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from jaxserve.device.placement import Placement
 from jaxserve.device.programs import Program, ProgramTable
 from jaxserve.device.step_shapes import StepShapes
 from pallas_kernels.native import load
@@ -25,18 +26,20 @@ _COUNTS_KEY = ("make_counts", 0)
 def pool_program(shapes: StepShapes) -> Program:
     """What must be compiled: the arrays of one layer's pool."""
     shape = shapes.abstract_pages()[0]
-    return Program(key=_KEY, function=functools.partial(_arrays, _zeros(), shape), arguments=())
+    make = functools.partial(_arrays, _zeros(shapes.placement), shape)
+    return shapes.program(_KEY, make, (), results=shapes.pages_spec)
 
 
 def count_table_program(shapes: StepShapes) -> Program:
     """What must be compiled: the table that penalties read, which most engines never write to."""
     table = shapes.abstract_counts
-    make = functools.partial(_zeros(), table.shape, table.dtype)
-    return Program(key=_COUNTS_KEY, function=make, arguments=())
+    make = functools.partial(_zeros(shapes.placement), table.shape, table.dtype)
+    return shapes.program(_COUNTS_KEY, make, (), results=shapes.placement.logits)
 
 
-def _zeros() -> Callable[..., jax.Array]:
-    lazy = jax.default_backend() == "cpu" and load.missing() is None
+def _zeros(placement: Placement) -> Callable[..., jax.Array]:
+    """How to make an array of zeros. The C++ call makes whole ones: not for devices that share it."""
+    lazy = placement.platform == "cpu" and load.missing() is None and not placement.is_shared
     return lazy_zeros if lazy else jnp.zeros
 
 

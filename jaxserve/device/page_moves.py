@@ -17,15 +17,18 @@ made; what arrives is bit for bit what left, whatever the element type.
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.device.host_storage import MAX_UNDER_WAY, HostStorage
+from jaxserve.device.placement import WHOLE
 from jaxserve.device.programs import Program, ProgramTable
 from jaxserve.device.step_shapes import StepShapes
+from jaxserve.model.sharding import on_own_heads
 from jaxserve.schedule.batch import DeviceBatch
 from pallas_kernels.float8 import as_bytes, as_type, is_float8
 from pallas_kernels.page_copy import check_copies, copy_pages, gather_pages, scatter_pages
@@ -51,30 +54,44 @@ class PageMoves:
         self._shapes = shapes
         self._programs = programs
         element = jnp.dtype(jnp.uint8) if is_float8(shapes.kv_dtype) else shapes.kv_dtype
-        self.storage = HostStorage(num_host_pages, shapes.page_shape, element)
+        num_layers, num_kv_heads, *page = shapes.page_shape
+        own = shapes.placement.own_kv_heads(num_kv_heads)
+        self.storage = HostStorage(
+            num_host_pages, (num_layers, own, *page), element, take=shapes.placement.take_pages
+        )
 
     def list_programs(self) -> list[Program]:
         """What must be compiled."""
-        pages = self._shapes.abstract_pages()[self._shapes.runs[0]]
+        shapes, cut, moved = (
+            self._shapes,
+            self._shapes.pages_spec,
+            self._shapes.placement.moved_pages,
+        )
+        pages = shapes.abstract_pages()[shapes.runs[0]]
+        copy = self._on_own_heads(_copy, in_specs=(cut, WHOLE), out_specs=cut)
+        gather = self._on_own_heads(_gather, in_specs=(cut, WHOLE), out_specs=moved)
+        scatter = self._on_own_heads(_scatter, in_specs=(cut, WHOLE, moved), out_specs=cut)
         found = [
-            Program(
-                key=("copy_pages", n), function=_copy, arguments=(pages, _pairs(n)), donated=(0,)
-            )
+            shapes.program(("copy_pages", n), copy, (pages, _pairs(n)), donated=(0,), results=cut)
             for n in COPY_SIZES
         ]
         for n in MOVE_SIZES if self.storage.num_pages else ():
             ids = jax.ShapeDtypeStruct((n,), jnp.int32)
-            moved = jax.eval_shape(_gather, pages, ids)
+            taken = shapes.placement.abstract(jax.eval_shape(_gather, pages, ids), moved)
             found += [
-                Program(key=("gather_pages", n), function=_gather, arguments=(pages, ids)),
-                Program(
-                    key=("scatter_pages", n),
-                    function=_scatter,
-                    arguments=(pages, ids, moved),
-                    donated=(0,),
+                shapes.program(("gather_pages", n), gather, (pages, ids), results=moved),
+                shapes.program(
+                    ("scatter_pages", n), scatter, (pages, ids, taken), donated=(0,), results=cut
                 ),
             ]
         return found
+
+    def _on_own_heads(self, function: Callable[..., Any], **specs: Any) -> Callable[..., Any]:
+        """Several devices move their own heads each; kernels know of no other."""
+        placement = self._shapes.placement
+        if placement.kernel_mesh is None:
+            return function
+        return on_own_heads(function, placement.kernel_mesh, placement.rules.heads, **specs)
 
     def start(self, batch: DeviceBatch, kv_pages: list[KVPages]) -> None:
         """Moves pages out, copies, moves pages in, in this order; `kv_pages` is updated in place.
@@ -181,12 +198,14 @@ class PageMoves:
         """Ids are padded: whatever host page 0 holds goes to the null page."""
         scatter = self._programs["scatter_pages", len(page_ids)]
         for run in runs:
-            kv_pages[run] = scatter(kv_pages[run], page_ids, self.storage.read(host_ids, run))
+            pages = self._shapes.placement.put_pages(self.storage.read(host_ids, run))
+            kv_pages[run] = scatter(kv_pages[run], page_ids, pages)
 
 
 def device_bytes(shapes: StepShapes) -> int:
-    """Device memory that pages on their way take at most, where there are host pages."""
+    """Memory of each device that pages on their way take at most, where there are host pages."""
     one_page = math.prod(shapes.page_shape) * jnp.dtype(shapes.kv_dtype).itemsize
+    one_page //= shapes.placement.shares.heads
     # On their way out, and one piece that `receive` has just been given; one on its way in, twice.
     return (MAX_UNDER_WAY + 3) * MOVE_SIZES[-1] * one_page
 

@@ -1,26 +1,23 @@
-"""Params on their way to the device: checked against what the model expects, leaf by leaf.
+"""Params on their way to the devices: checked against what the model expects, leaf by leaf.
 
 Called by `build` for the first weights and by the executor for those that replace them. Invariant:
-what is returned is plain dicts of the expected keys, shapes and dtypes, packed where the caller asked
-for it, and complete on the device.
+what is returned is plain dicts of the expected keys, shapes and dtypes, packed where the caller asked for
+it, cut where devices share it, and complete on the devices.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxserve.device.placement import Placement
 from jaxserve.errors import ConfigError
 from jaxserve.model.packed import pack_params
-from jaxserve.model.registry import Params
+from jaxserve.model.registry import ModelFunctions, Params
+from jaxserve.model.sharding import fit_param, param_specs
 
-
-def put_param(path: tuple[str | int, ...], array: np.ndarray) -> jax.Array:
-    """One parameter on the default device, complete: its host memory is free again. What places a
-    `weights.param_stream.ParamStream` where the device has memory of its own.
-    """
-    return jax.block_until_ready(jax.device_put(array))
+Place = Callable[[Sequence[str | int], Any], jax.Array]
 
 
 def put_params(
@@ -30,37 +27,84 @@ def put_params(
     own: bool = False,
     pack: bool = False,
     consume: bool = False,
+    place: Place | None = None,
 ) -> Params:
-    """The tree as plain dicts, every leaf on the device.
+    """The tree as plain dicts, every leaf on the devices.
 
     Args:
-        params: nested mappings of arrays, numpy or already on the device; the latter are shared, not
-            copied.
-        abstract: `ModelFunctions.abstract_params`.
+        params: nested mappings of arrays, numpy or already on devices; what is where it is served is
+            shared, not copied.
+        abstract: `ModelFunctions.given_params`.
         own: numpy arrays may be written to afterwards. Else they are not, and where the device is
             the CPU they are used in place: a mapped checkpoint is not copied.
         pack: pack the matrices (`model.packed`). What is packed is a copy, so for arrays that are on
             the device already the caller's come on top.
         consume: `params` is a dict that nobody else needs, and is empty afterwards: each matrix is
             dropped once it is packed.
+        place: puts one param on its devices; None = the default one.
 
     Raises:
         ConfigError: a leaf that is missing, superfluous, or of another shape or dtype; it is named.
     """
-    checked = _checked(params, abstract, "params")
+    checked = checked_params(params, abstract)
     if consume and isinstance(params, dict):
         params.clear()
     if pack:
         checked = pack_params(checked, consume=True)  # from a tree of our own
-    return _put(checked, own)
-
-
-def _put(tree: Params, own: bool) -> Params:
     if own and jax.default_backend() == "cpu":
-        tree = jax.tree.map(
-            lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, tree
-        )
-    return jax.block_until_ready(jax.device_put(tree))
+        checked = jax.tree.map(_copied, checked)
+    if place is None:
+        return jax.block_until_ready(jax.device_put(checked))
+    put = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: place([key.key for key in path], leaf), checked
+    )
+    return jax.block_until_ready(put)
+
+
+def checked_params(params: object, abstract: Params) -> Params:
+    """The tree as plain dicts, its leaves untouched. Arguments and errors as of `put_params`."""
+    return _checked(params, abstract, "params")
+
+
+class ParamPlacer:
+    """Puts the params of a model where it is served, one at a time: a `Place`.
+
+    Args:
+        model: the model.
+        placement: the devices.
+    """
+
+    def __init__(self, model: ModelFunctions, placement: Placement):
+        self._placement = placement
+        self._head_dim = model.config.head_dim
+        self._abstract, self._specs = None, None
+        if not model.packs:  # what is packed is whole, on one device
+            self._abstract = model.abstract_params
+            self._specs = param_specs(model.abstract_params, placement.rules)
+
+    def __call__(self, path: Sequence[str | int], array: Any) -> jax.Array:
+        """One param on the devices; its transfer may still be under way.
+
+        Args:
+            path: keys of the params tree, such as ("layers", 0, "attn", "k", "kernel").
+            array: numpy or on devices, in the checkpoint's shape. numpy is used in place where the
+                device is a CPU and nothing has to change.
+        """
+        if self._abstract is None:
+            return self._placement.put(array)
+        shape = _at(self._abstract, path).shape
+        fitting = fit_param(array, str(path[-2]), shape, self._head_dim)
+        return self._placement.put(fitting, _at(self._specs, path))
+
+
+def _at(tree: Any, path: Sequence[str | int]) -> Any:
+    for key in path:
+        tree = tree[key]
+    return tree
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
 
 def _checked(found: Any, expected: Any, name: str) -> Any:

@@ -50,7 +50,7 @@ def identity(shapes: StepShapes) -> str:
     Raises:
         TypeError: a field of `shapes` that has no lasting description.
     """
-    device = jax.devices()[0]
+    device = shapes.placement.devices[0]
     parts = {
         "source": _own_source(),  # our version stands in it
         "jax": jax.__version__,
@@ -111,6 +111,11 @@ def describe(value: Any) -> str:
             return type(value).__name__  # a graph: made by the source from the config beside it
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return f"{type(value).__name__}{describe(fields)}"
+    if isinstance(value, jax.sharding.Mesh | jax.sharding.AbstractMesh):
+        types = [str(one) for one in value.axis_types]
+        return (
+            f"mesh {describe(dict(value.shape))} {types}"  # which devices they are does not matter
+        )
     if isinstance(value, Mapping):
         pairs = [f"{describe(key)}: {describe(one)}" for key, one in value.items()]
         return f"{{{', '.join(pairs)}}}"

@@ -30,7 +30,7 @@ import jax
 import jax.export
 
 from jaxserve.device.output_tree import known_structures, read_tree, write_tree
-from jaxserve.device.programs import Program
+from jaxserve.device.programs import Program, jitted
 
 _LOG = logging.getLogger(__name__)
 _MAGIC = b"jaxserve program 1\n"
@@ -39,6 +39,18 @@ MAX_KEPT = 4096  # files; an engine has some fifty, of ten to a hundred KB each
 _SCRATCH = "scratch-"  # folders of files that are being written
 _SCRATCH_S = 3600  # older ones were left by a process that was killed
 _NAME = re.compile(r"[a-z_]+-\d+-[0-9a-f]{32}\.program")
+
+
+def _cut(leaf: Any) -> str | None:
+    """How an abstract argument is placed; None where it does not say."""
+    return _place(leaf.sharding) if isinstance(leaf, jax.ShapeDtypeStruct) else None
+
+
+def _place(sharding: Any) -> str | None:
+    """A sharding as text; which devices they are does not matter, only how many."""
+    if sharding is None or isinstance(sharding, jax.sharding.SingleDeviceSharding):
+        return None
+    return str(sharding)
 
 
 class ProgramStore:
@@ -84,7 +96,7 @@ class ProgramStore:
             return read_tree(outputs, known, arrays)
 
         call.__name__ = program.key[0]  # what a profile shows
-        return jax.jit(call, donate_argnums=program.donated).lower(*program.arguments)
+        return jitted(program, call).lower(*program.arguments)
 
     def count(self, programs: Sequence[Program]) -> int:
         """How many of them have a file here, damaged or not."""
@@ -99,8 +111,9 @@ class ProgramStore:
             self._identity,
             repr(program.key),
             str(structure),
-            repr([(leaf.shape, str(leaf.dtype)) for leaf in leaves]),
+            repr([(leaf.shape, str(leaf.dtype), _cut(leaf)) for leaf in leaves]),
             repr(program.donated),
+            repr([_place(one) for one in jax.tree.leaves(program.out_shardings)]),
         ]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 

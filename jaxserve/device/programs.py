@@ -25,6 +25,8 @@ class Program:
         function: pure; compiled as it stands.
         arguments: abstract arrays, or arrays whose shapes and dtypes are taken.
         donated: argument numbers whose buffers the program may reuse.
+        out_shardings: where what is returned goes, a tree or the beginning of one; None = as the compiler
+            likes, on the default device.
         returns: the NamedTuples that the function returns and is not given: a program that is kept
             on disk is put together again from them.
     """
@@ -33,6 +35,7 @@ class Program:
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     donated: tuple[int, ...] = ()
+    out_shardings: Any = None
     returns: tuple[type, ...] = ()
 
 
@@ -44,8 +47,14 @@ class Lowering(Protocol):
 
 def lower_traced(program: Program) -> jax.stages.Lowered:
     """Traces and lowers a program."""
-    jitted = jax.jit(program.function, donate_argnums=program.donated)
-    return jitted.lower(*program.arguments)
+    return jitted(program, program.function).lower(*program.arguments)
+
+
+def jitted(program: Program, function: Callable[..., Any]) -> Any:
+    """`jax.jit` of a function that stands for a program's."""
+    if program.out_shardings is None:
+        return jax.jit(function, donate_argnums=program.donated)
+    return jax.jit(function, donate_argnums=program.donated, out_shardings=program.out_shardings)
 
 
 class ProgramTable:

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.device.kv_pool import make_count_table
@@ -51,12 +50,14 @@ class RowSampler:
         self._shapes = shapes
         self._programs = programs
         # What rows without options are given beside rows that have some; on the device once for all.
-        self._no_options = {r: jax.device_put(shapes.no_options(r)) for r in shapes.buckets.rows}
+        self._no_options = {
+            r: shapes.placement.put(shapes.no_options(r)) for r in shapes.buckets.rows
+        }
 
     def reset(self) -> None:
         """Forgets what was sampled."""
         last_ids = self._shapes.abstract_last_ids
-        self.last_ids = jnp.zeros(last_ids.shape, last_ids.dtype)
+        self.last_ids = self._shapes.placement.put(np.zeros(last_ids.shape, last_ids.dtype))
         self._counts = make_count_table(self._programs)
 
     def release(self) -> None:

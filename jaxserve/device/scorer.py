@@ -33,7 +33,7 @@ class Scorer:
         block = np.zeros(SCORE_ROWS, np.int32)
         for num_tokens in self._shapes.buckets.tokens:
             shape = self._shapes.abstract_hidden(num_tokens)
-            x = jax.device_put(np.zeros(shape.shape, shape.dtype))
+            x = self._shapes.placement.put(np.zeros(shape.shape, shape.dtype))
             hidden = self._programs["gather_scored", num_tokens](x, block)
         for name in ("score", "score_top"):
             jax.block_until_ready(self._programs[name, SCORE_ROWS](head_params, hidden, block))

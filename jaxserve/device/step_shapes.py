@@ -7,13 +7,17 @@ a step takes. Invariant: shapes only, nothing here is on a device.
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from jaxserve.config import KV_CACHE_DTYPES
-from jaxserve.device.programs import Lowering, Program, ProgramTable, lower_traced
+from jaxserve.device.placement import DEFAULT_DEVICE, WHOLE, Placement
+from jaxserve.device.programs import Key, Lowering, Program, ProgramTable, lower_traced
 from jaxserve.device.row_programs import (
     RawLogits,
     Sampled,
@@ -27,7 +31,8 @@ from jaxserve.device.row_programs import (
 from jaxserve.device.scoring import SCORE_ROWS, ScoredBlock, gather_rows, score_rows
 from jaxserve.device.step import embed_tokens, forward_inputs, select
 from jaxserve.model.kv_scales import KVScales
-from jaxserve.model.registry import ModelFunctions
+from jaxserve.model.registry import ModelFunctions, Params
+from jaxserve.model.sharding import pages_spec, param_specs
 from jaxserve.model_config import LayerKind
 from jaxserve.sample.logprobs import TargetScores
 from jaxserve.sample.processors import BiasRows, PenaltyRows, add_sampled, load_counts, process
@@ -56,6 +61,7 @@ class StepShapes:
             layers.
         num_token_ids: how many ids of the vocabulary are tokens; None = all. The rest is padding of
             the head, never sampled and never counted.
+        placement: the devices.
     """
 
     model: ModelFunctions
@@ -68,6 +74,7 @@ class StepShapes:
     kv_dtype: jnp.dtype
     layers_per_program: int
     num_token_ids: int | None = None
+    placement: Placement = DEFAULT_DEVICE
 
     @property
     def kv_cache_dtype(self) -> str:
@@ -120,7 +127,47 @@ class StepShapes:
     def abstract_counts(self) -> jax.ShapeDtypeStruct:
         """How often the sequences with penalties have said each token, i32[S, V], as a shape only."""
         shape = (self.buckets.max_num_seqs, self.model.config.vocab_size)
-        return jax.ShapeDtypeStruct(shape, jnp.int32)
+        table = jax.ShapeDtypeStruct(shape, jnp.int32)
+        return self.placement.abstract(table, self.placement.logits)
+
+    @functools.cached_property
+    def served_params(self) -> Params:
+        """What programs take, as shapes and where they are."""
+        params = self.model.served_params
+        if self.model.packs:
+            return self.placement.abstract(params)
+        return self.placement.abstract(params, param_specs(params, self.placement.rules))
+
+    @property
+    def pages_spec(self) -> P:
+        """How the arrays of a pool are cut."""
+        return pages_spec(self.layout, self.placement.rules.heads)
+
+    def program(
+        self,
+        key: Key,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        *,
+        donated: tuple[int, ...] = (),
+        returns: tuple[type, ...] = (),
+        results: Any = WHOLE,
+    ) -> Program:
+        """A program on the devices: arguments that do not say where they are, and results, are whole on
+        each of them.
+
+        Args:
+            key, function, arguments, donated, returns: as of `Program`.
+            results: how what is returned is cut, a tree of specs or the beginning of one.
+        """
+        return Program(
+            key=key,
+            function=function,
+            arguments=self.placement.abstract(arguments),
+            donated=donated,
+            out_shardings=self.placement.shardings(results),
+            returns=returns,
+        )
 
     def no_options(self, num_rows: int) -> tuple[PenaltyRows, BiasRows, np.ndarray]:
         """(penalties, logit_bias, masks u32[R, W]) of rows that ask for none of them."""
@@ -142,13 +189,14 @@ class StepShapes:
             config.head_dim,
             self.kv_dtype,
         )
-        return [one] * config.num_layers
+        return [self.placement.abstract(one, self.pages_spec)] * config.num_layers
 
     def abstract_scales(self) -> list[KVScales] | None:
         """The scales of every layer as shapes only; None where pages are floats."""
         if not is_8bit(self.kv_dtype):
             return None
         one = jax.ShapeDtypeStruct((self.model.config.num_kv_heads,), jnp.float32)
+        one = self.placement.abstract(one, self.placement.heads)
         return [KVScales(one, one)] * self.model.config.num_layers
 
     def abstract_hidden(self, num_rows: int) -> jax.ShapeDtypeStruct:
@@ -176,16 +224,16 @@ class StepShapes:
         donated.
         """
         inputs = forward_inputs(self.padding(Bucket(num_tokens, 1)))
-        params = self.model.served_params
+        params = self.served_params
         x = self.abstract_hidden(num_tokens)
         run = slice(self.layers_per_program)
         scales = self.abstract_scales()
         return [
             *(
-                Program(
-                    key=(name, num_tokens),
-                    function=functools.partial(self.model.layers, kinds=kinds),
-                    arguments=(
+                self.program(
+                    (name, num_tokens),
+                    functools.partial(self.model.layers, kinds=kinds),
+                    (
                         self.model.layer_params(params)[run],
                         self.abstract_pages()[run],
                         x,
@@ -194,61 +242,60 @@ class StepShapes:
                         None if scales is None else scales[run],
                     ),
                     donated=(1, 2),
+                    results=(WHOLE, self.pages_spec),
                 )
                 for kinds, name in self._layer_programs.items()
             ),
-            Program(
-                key=("embed", num_tokens),
-                function=functools.partial(embed_tokens, self.model),
-                arguments=(params["embed"], inputs.token_ids, self.abstract_last_ids),
+            self.program(
+                ("embed", num_tokens),
+                functools.partial(embed_tokens, self.model),
+                (params["embed"], inputs.token_ids, self.abstract_last_ids),
             ),
-            Program(
-                key=("select", num_tokens),
-                function=select,
-                arguments=(x, inputs.logit_rows, inputs.rows.cu_q_lens),
+            self.program(
+                ("select", num_tokens), select, (x, inputs.logit_rows, inputs.rows.cu_q_lens)
             ),
-            Program(
-                key=("gather_scored", num_tokens),
-                function=gather_rows,
-                arguments=(x, self.abstract_block),
-            ),
+            self.program(("gather_scored", num_tokens), gather_rows, (x, self.abstract_block)),
         ]
 
     def row_programs(self, num_rows: int) -> list[Program]:
-        """The programs of one rung of R."""
-        max_num_seqs = self.buckets.max_num_seqs
+        """The programs of one rung of R. Logits stay cut by vocabulary; what the host reads is whole."""
+        max_num_seqs, cut = self.buckets.max_num_seqs, self.placement.logits
         hidden = self.abstract_hidden(max_num_seqs)
         logits = jax.ShapeDtypeStruct((num_rows, self.model.config.vocab_size), jnp.float32)
+        logits = self.placement.abstract(logits, cut)
         rows = sampling_rows(self.padding(Bucket(1, num_rows)))
         ids = jax.ShapeDtypeStruct((num_rows,), jnp.int32)
         return [
-            Program(
-                key=("head", num_rows),
-                function=functools.partial(head, self.model, num_rows, self.num_ids),
-                arguments=(self.model.head_params(self.model.served_params), hidden),
+            self.program(
+                ("head", num_rows),
+                functools.partial(head, self.model, num_rows, self.num_ids),
+                (self.model.head_params(self.served_params), hidden),
                 returns=(RawLogits,),
+                results=RawLogits(logits=cut, finite=WHOLE),  # type: ignore[arg-type]
             ),
-            Program(
-                key=("process", num_rows),
-                function=process,
-                arguments=(logits, self.abstract_counts, *self.no_options(num_rows)),
+            self.program(
+                ("process", num_rows),
+                process,
+                (logits, self.abstract_counts, *self.no_options(num_rows)),
+                results=cut,
             ),
-            Program(
-                key=("sample", num_rows),
-                function=functools.partial(sample_rows, max_num_seqs),
-                arguments=(logits, logits, rows),
+            self.program(
+                ("sample", num_rows),
+                functools.partial(sample_rows, max_num_seqs),
+                (logits, logits, rows),
                 returns=(Sampled,),
             ),
-            Program(
-                key=("count", num_rows),
-                function=add_sampled,
-                arguments=(self.abstract_counts, ids, ids),
+            self.program(
+                ("count", num_rows),
+                add_sampled,
+                (self.abstract_counts, ids, ids),
                 donated=(0,),
+                results=cut,
             ),
-            Program(
-                key=("candidates", num_rows),
-                function=functools.partial(candidates, self.num_candidates),
-                arguments=(logits, logits, rows),
+            self.program(
+                ("candidates", num_rows),
+                functools.partial(candidates, self.num_candidates),
+                (logits, logits, rows),
             ),
         ]
 
@@ -259,13 +306,13 @@ class StepShapes:
 
     def score_programs(self) -> list[Program]:
         """The programs that score a block of rows."""
-        head_params = self.model.head_params(self.model.served_params)
+        head_params = self.model.head_params(self.served_params)
         num_top = min(MAX_LOGPROBS, self.num_ids)
         return [
-            Program(
-                key=(name, SCORE_ROWS),
-                function=functools.partial(score_rows, self.model, self.num_ids, most),
-                arguments=(head_params, self.abstract_hidden(SCORE_ROWS), self.abstract_block),
+            self.program(
+                (name, SCORE_ROWS),
+                functools.partial(score_rows, self.model, self.num_ids, most),
+                (head_params, self.abstract_hidden(SCORE_ROWS), self.abstract_block),
                 returns=(ScoredBlock, TargetScores),
             )
             for name, most in (("score_top", num_top), ("score", 0))
@@ -275,22 +322,24 @@ class StepShapes:
         """Puts histories into the count table, COUNT_PIECE tokens at a time."""
         ids = jax.ShapeDtypeStruct((COUNT_PIECE,), jnp.int32)
         slot, starts_over = np.zeros((), np.int32), np.zeros((), np.bool_)
-        return Program(
-            key=("load_counts", COUNT_PIECE),
-            function=load_counts,
-            arguments=(self.abstract_counts, slot, starts_over, ids, ids),
+        return self.program(
+            ("load_counts", COUNT_PIECE),
+            load_counts,
+            (self.abstract_counts, slot, starts_over, ids, ids),
             donated=(0,),
+            results=self.placement.logits,
         )
 
 
 def count_table_bytes(shapes: StepShapes) -> int:
-    """Device memory, in bytes, of the table that penalties read."""
+    """Memory, in bytes of each device, of the table that penalties read."""
     table = shapes.abstract_counts
-    return math.prod(table.shape) * table.dtype.itemsize
+    own = table.shape if table.sharding is None else table.sharding.shard_shape(table.shape)
+    return math.prod(own) * table.dtype.itemsize
 
 
 def largest_step_bytes(shapes: StepShapes, lower: Lowering = lower_traced) -> int:
-    """Device memory, in bytes, that the largest step takes beyond params and pages.
+    """Memory, in bytes of each device, that the largest step takes beyond params and pages.
 
     Compiles the largest programs against whatever small pool `shapes` names: the pool's size hardly
     matters to it.
@@ -306,7 +355,8 @@ def largest_step_bytes(shapes: StepShapes, lower: Lowering = lower_traced) -> in
         *shapes.score_programs(),
     ]
     table.compile_all(largest)
-    logits_bytes = 4 * shapes.buckets.rows[-1] * shapes.model.config.vocab_size
+    own_vocab = shapes.model.config.vocab_size // shapes.placement.shares.vocab
+    logits_bytes = 4 * shapes.buckets.rows[-1] * own_vocab
     sizes = []
     for program in largest:
         analysis = table[program.key].memory_analysis()

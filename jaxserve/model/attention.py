@@ -44,13 +44,14 @@ class AttentionKernel:
         backend: a name of `pallas_kernels.dispatch`, "auto" resolved.
         interpret: run a Pallas kernel in its interpreter, on the CPU and slowly.
         mesh: devices that share the model, each attending with its own KV heads; None for one.
-        axis: the axis of the mesh that the heads are cut by.
+        axis: the axis of the mesh that the heads are cut by, several of them, or None: each device has
+            all heads.
     """
 
     backend: str
     interpret: bool = False
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None
-    axis: str = "model"
+    axis: str | tuple[str, ...] | None = "model"
 
     @property
     def is_native(self) -> bool:

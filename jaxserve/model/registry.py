@@ -18,6 +18,7 @@ from jaxserve.model.kv_scales import KVScales
 from jaxserve.model.llama import ModelParts, llama_parts
 from jaxserve.model.packed import is_packed, pack_params
 from jaxserve.model.rope import inverse_frequencies, rotation
+from jaxserve.model.sharding import Shares, shared_config
 from jaxserve.model_config import ARCHITECTURES as ARCHITECTURE_NAMES
 from jaxserve.model_config import LayerKind, ModelConfig
 from pallas_kernels.ragged_paged_attention.layout import KVPages
@@ -38,12 +39,15 @@ class ModelFunctions:
         graphs: the NNX graph definitions of embedding, block and head, the latter two for plain
             params and for packed ones.
         abstract_params: nested dict of `jax.ShapeDtypeStruct`: what params must look like.
+        given_params: the same in the checkpoint's shapes, which differ from those that devices serve
+            together (`sharding.shared_config`).
     """
 
     config: ModelConfig
     kernel: AttentionKernel
     graphs: dict[str, nnx.GraphDef]
     abstract_params: Params
+    given_params: Params
 
     @property
     def packs(self) -> bool:
@@ -148,14 +152,33 @@ class ModelFunctions:
         return logits if scaling == 1.0 else logits / scaling
 
 
-def build_model(config: ModelConfig, dtype: jnp.dtype, kernel: AttentionKernel) -> ModelFunctions:
+def build_model(
+    config: ModelConfig,
+    dtype: jnp.dtype,
+    kernel: AttentionKernel,
+    shares: Shares | None = None,
+) -> ModelFunctions:
     """The functions of a model; nothing is allocated.
 
     Args:
-        config: shapes and constants.
+        config: shapes and constants, of the checkpoint.
         dtype: of weights and activations.
         kernel: which attention kernel, and how it runs.
+        shares: over how many devices the model is cut; None = it is whole.
+
+    Raises:
+        ConfigError: they cannot share it; as `shared_config`.
     """
+    served = shared_config(config, shares or Shares())
+    graphs, params = _graphs(served, dtype, kernel)
+    given = params if served == config else _graphs(config, dtype, kernel)[1]
+    return ModelFunctions(served, kernel, graphs, params, given)
+
+
+def _graphs(
+    config: ModelConfig, dtype: jnp.dtype, kernel: AttentionKernel
+) -> tuple[dict[str, nnx.GraphDef], Params]:
+    """(the graph definition of each part, abstract params of the whole)."""
     parts = ARCHITECTURES[config.architecture](config, dtype, kernel)
     graphs: dict[str, nnx.GraphDef] = {}
     trees: dict[str, Mapping[str, Any]] = {}
@@ -163,5 +186,4 @@ def build_model(config: ModelConfig, dtype: jnp.dtype, kernel: AttentionKernel) 
         graphs[name], state = nnx.split(nnx.eval_shape(make))
         trees[name] = nnx.to_pure_dict(state)
     layers = dict.fromkeys(range(config.num_layers), trees["block"])
-    params = {**trees["head"], "embed": trees["embed"], "layers": layers}
-    return ModelFunctions(config, kernel, graphs, params)
+    return graphs, {**trees["head"], "embed": trees["embed"], "layers": layers}

@@ -42,7 +42,7 @@ def parse(parser: argparse.ArgumentParser, backend: str) -> argparse.Namespace:
     for name, config in attention_cases.chosen(flags.models, full_step.MODELS).items():
         for num_devices in map(int, flags.devices.split(",")):
             try:
-                sharding.check_model(config, num_devices)
+                sharding.shared_config(config, sharding.Shares.even(num_devices))
             except ValueError as error:
                 parser.error(f"--devices={flags.devices}: {name}: {error}")
     return flags

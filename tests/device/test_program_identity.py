@@ -102,7 +102,8 @@ def test_both_packages_are_read():
 def reached(modules: dict[str, str]) -> set[str]:
     """Modules that a function of a program may call into, by their imports: those that make a
     `Program`, and what they import, and so on."""
-    todo = [name for name, text in modules.items() if "Program(" in text and "device" in name]
+    makes = ("Program(", "shapes.program(")
+    todo = [n for n, text in modules.items() if any(m in text for m in makes) and "device" in n]
     found: set[str] = set()
     while todo:
         name = todo.pop()

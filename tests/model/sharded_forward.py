@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxserve.config import AxisRules
 from jaxserve.device.step import select_rows
 from jaxserve.model import sharding
 from jaxserve.model.attention import AttentionKernel, PagedRows
@@ -48,7 +49,7 @@ def forward(backend, config, mesh):
     pool = (len(KV_LENS) * PAGES_PER_ROW + 1, PAGE, config.num_kv_heads, config.head_dim)
     pages = random_like([KVPages.abstract(layout, *pool, "float32")] * LAYERS, rng)
     if mesh is not None:
-        specs = sharding.param_specs(params, AXIS)
+        specs = sharding.param_specs(params, AxisRules.over(AXIS))
         params = jax.device_put(params, sharding.shardings(specs, mesh))
         cut = jax.sharding.NamedSharding(mesh, sharding.pages_spec(layout, AXIS))
         pages = jax.device_put(pages, cut)

@@ -10,10 +10,13 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
+from jaxserve.config import AxisRules
+from jaxserve.errors import ConfigError
 from jaxserve.model import sharding
 from jaxserve.model.attention import AttentionKernel, PagedRows
 from jaxserve.model.registry import build_model
@@ -71,7 +74,7 @@ def make_model(kernel=None, **options):
 
 def test_projections_are_cut_by_columns_then_by_rows():
     params = make_model(qkv_bias=True, o_bias=True, mlp_bias=True).abstract_params
-    specs = sharding.param_specs(params, "model")
+    specs = sharding.param_specs(params, AxisRules())
     block = specs["layers"][1]
     for name in ("q", "k", "v"):
         assert block["attn"][name] == {"kernel": P(None, "model"), "bias": P("model")}
@@ -88,7 +91,7 @@ def test_projections_are_cut_by_columns_then_by_rows():
 def test_an_unknown_param_is_not_guessed():
     leaf = jax.ShapeDtypeStruct((2, 2), DTYPE)
     with pytest.raises(ValueError, match=r"\['router'\]\['kernel'\]: no rule"):
-        sharding.param_specs({"router": {"kernel": leaf}}, "model")
+        sharding.param_specs({"router": {"kernel": leaf}}, AxisRules())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -143,14 +146,69 @@ def test_a_mesh_without_such_an_axis_is_refused(kernel):
         attend_shape({}, kernel)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("num_kv_heads", 2), ("intermediate_size", 62), ("vocab_size", 95)]
-)
-def test_a_model_that_does_not_divide_is_refused(name, value):
+def test_each_logical_axis_is_cut_by_the_mesh_axes_of_its_rule():
+    rules = AxisRules(heads="x", ffn=("x", "y"), vocab=None)
+    model = make_model(qkv_bias=True, mlp_bias=True)
+    specs = sharding.param_specs(model.abstract_params, rules)
+    block = specs["layers"][0]
+    assert block["attn"]["k"] == {"kernel": P(None, "x"), "bias": P("x")}
+    assert block["attn"]["o"]["kernel"] == P("x", None)
+    assert block["mlp"]["up"] == {"kernel": P(None, ("x", "y")), "bias": P(("x", "y"))}
+    assert block["mlp"]["down"]["kernel"] == P(("x", "y"), None)
+    assert specs["embed"]["embedding"] == P(None, None)
+    whole = AbstractMesh((2, 3, 5), ("x", "y", "z"), axis_types=(AxisType.Auto,) * 3)
+    assert sharding.Shares.of(whole, rules) == sharding.Shares(heads=2, ffn=6, vocab=1)
+
+
+def even(config, num_devices):
+    return sharding.shared_config(config, sharding.Shares.even(num_devices))
+
+
+def test_what_divides_is_served_as_it_is():
     config = ModelConfig(**SHAPES)
-    sharding.check_model(config, 4)
-    with pytest.raises(ValueError, match=f"{name}={value}: 4 devices cannot share it"):
-        sharding.check_model(ModelConfig(**(SHAPES | {name: value})), 4)
+    for num_devices in (1, 2, 4):
+        assert even(config, num_devices) == config
+
+
+def test_kv_heads_are_repeated_and_the_vocabulary_is_filled_up():
+    served = even(ModelConfig(**(SHAPES | {"num_kv_heads": 2, "vocab_size": 93})), 4)
+    assert (served.num_heads, served.num_kv_heads, served.vocab_size) == (8, 4, 96)
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_devices", "message"),
+    [
+        ({"num_heads": 6, "num_kv_heads": 2}, 4, "num_heads=6: 4 devices cannot share it"),
+        ({"num_heads": 12, "num_kv_heads": 3}, 2, "num_kv_heads=3: 2 devices cannot share it"),
+        ({"intermediate_size": 62}, 4, "intermediate_size=62: 4 devices cannot share it"),
+    ],
+)
+def test_a_model_that_cannot_be_cut_is_refused(changes, num_devices, message):
+    with pytest.raises(ConfigError, match=message):
+        even(ModelConfig(**(SHAPES | changes)), num_devices)
+
+
+@pytest.mark.parametrize("library", [np, jnp], ids=["numpy", "jax"])
+def test_each_kv_head_stands_beside_its_copies(library):
+    heads = library.arange(2 * 3).reshape(2, 3)  # two heads of three
+    kernel = library.stack([heads.reshape(-1)] * 5)
+    fitted = sharding.fit_param(kernel, "k", (5, 4 * 3), 3)
+    assert isinstance(fitted, type(kernel))
+    expected = [[0, 1, 2], [0, 1, 2], [3, 4, 5], [3, 4, 5]]
+    assert np.array_equal(np.asarray(fitted)[2].reshape(4, 3), expected)
+    bias = sharding.fit_param(heads.reshape(-1), "v", (12,), 3)
+    assert np.array_equal(np.asarray(bias).reshape(4, 3), expected)
+    assert np.array_equal(sharding.repeat_heads(library.arange(2), 4), [0, 0, 1, 1])
+
+
+def test_the_vocabulary_is_filled_with_zeros():
+    embedding, kernel = np.ones((5, 2), np.float32), np.ones((2, 5), np.float32)
+    rows = sharding.fit_param(embedding, "embed", (8, 2), 4)
+    columns = sharding.fit_param(kernel, "lm_head", (2, 8), 4)
+    assert np.array_equal(rows[:5], embedding)
+    assert not rows[5:].any()
+    assert np.array_equal(columns, rows.T)
+    assert sharding.fit_param(embedding, "embed", (5, 2), 4) is embedding
 
 
 @pytest.mark.parametrize(
