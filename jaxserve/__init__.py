@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     )
     from jaxserve.engine import Engine
     from jaxserve.llm import LLM
+    from jaxserve.model.training import full_forward, init_params
     from jaxserve.model_config import ModelConfig
     from jaxserve.request import Request, RequestOutput
     from jaxserve.sampling_params import BeamParams, SamplingParams
@@ -43,6 +44,8 @@ _HOME_OF = {
     "SchedulerConfig": "jaxserve.config",
     "Score": "jaxserve.score",
     "build_engine": "jaxserve.build.from_params",
+    "full_forward": "jaxserve.model.training",
+    "init_params": "jaxserve.model.training",
     "load_model": "jaxserve.weights.load_model",
 }
 __all__ = [
@@ -63,6 +66,8 @@ __all__ = [
     "Score",
     "__version__",
     "build_engine",
+    "full_forward",
+    "init_params",
     "load_model",
 ]
 
