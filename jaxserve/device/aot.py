@@ -87,6 +87,17 @@ def shared_config(config: ModelConfig, num_devices: int) -> ModelConfig:
     return sharding.shared_config(config, sharding.Shares.even(num_devices))
 
 
+def first_layers(config: ModelConfig, depth: int) -> ModelConfig:
+    """A model of the first `depth` layers of another."""
+    windows, turned = config.layer_windows, config.rope_layers
+    return dataclasses.replace(
+        config,
+        num_layers=depth,
+        layer_windows=None if windows is None else windows[:depth],
+        rope_layers=None if turned is None else turned[:depth],
+    )
+
+
 def step_shapes(
     config: ModelConfig,
     target: Target,

@@ -5,7 +5,6 @@ its environment. Reads one JSON object from standard input and writes one to sta
 nothing here needs a TPU; jax's own backend is the CPU.
 """
 
-import dataclasses
 import json
 import sys
 from collections.abc import Mapping
@@ -56,7 +55,7 @@ def compile_for(asked: Mapping[str, Any]) -> dict[str, Any]:
     depth = min(asked["num_layers"], config.num_layers)
     tokens, seqs = asked["max_num_batched_tokens"], asked["max_num_seqs"]
     shapes = aot.step_shapes(
-        dataclasses.replace(config, num_layers=depth),
+        aot.first_layers(config, depth),
         target,
         backend=asked["backend"],
         buckets=Buckets(

@@ -4,7 +4,6 @@ Used by the workers. Invariant: the programs are those of `jaxserve.device.aot`,
 compiles too; what stands here is which models, how much of them and how large a pool.
 """
 
-import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -95,7 +94,7 @@ def compile_step(
         Bytes of each device; "full_gib" is "hbm_mib" with params and pages of the missing layers
         added, which a program of full depth holds besides; "collectives" by program.
     """
-    shapes = step_shapes(dataclasses.replace(MODELS[name], num_layers=depth), backend, target)
+    shapes = step_shapes(aot.first_layers(MODELS[name], depth), backend, target)
     step = aot.compile_step(shapes, target, look=look)
     if not step.hbm_bytes:
         return {"fault": step.fault}

@@ -117,7 +117,7 @@ def test_pages_are_counted_as_the_engine_counts_them(monkeypatch, dtype, page_si
 
 def test_weights_of_a_plan_are_those_of_the_params():
     """Every tensor of the model, by the model's own shapes."""
-    for name in ("smollm2-135m", "qwen2.5-0.5b"):
+    for name in ("smollm2-135m", "qwen2.5-0.5b", "qwen3-0.6b", "smollm3-3b", "phi-3-mini"):
         params = build_model(
             CONFIGS[name], jnp.dtype("bfloat16"), AttentionKernel(backend="xla")
         ).abstract_params
