@@ -191,8 +191,7 @@ class Engine:
         """
         with self._turns.take("abort"):
             self._recover()
-            requests = self.requests
-            outbox = requests.outbox
+            requests, outbox = self.requests, self.requests.outbox
             group = requests.find(request_id) or outbox.owner(request_id)
             if group is None:
                 return None
@@ -283,11 +282,15 @@ class Engine:
         """
         with self._turns.take("sleep"):
             self._recover()
-            self._sleep.check_level(level, self._switch.following is not None)
+            self.check_sleep(level)
             self._drain()
             self._in_change = True
             self._sleep.begin(level)
             self._in_change = False
+
+    def check_sleep(self, level: int) -> None:
+        """Raises what `sleep` would; changes nothing."""
+        self._sleep.check_level(level, self._switch.following is not None)
 
     def wake(self) -> None:
         """Makes the pages anew, after `sleep`; nothing is compiled.
@@ -323,11 +326,7 @@ class Engine:
         return bool(requests.outbox) or (bool(requests.in_flight) and not self._sleep.level)
 
     def begin_step(self) -> StepHandle | None:
-        """Sends what `step` would, so that whoever drives several engines can wait for all of them.
-
-        Returns:
-            What the next `step` will wait for; None when it waits for nothing.
-        """
+        """Sends what `step` would, and returns what that will wait for: for who has several engines."""
         with self._turns.take("begin_step"):
             self._recover()
             self._let_weights_in()

@@ -64,6 +64,10 @@ class EngineDeadError(JaxserveError):
     """The engine is gone: its process ended, a step hung, or it was shut down. Nothing more is served."""
 
 
+class ProcessLostError(JaxserveError):
+    """One of several processes that run an engine together is gone, so none of them can go on."""
+
+
 class RequestError(JaxserveError):
     """One request has no answer; no other request is disturbed.
 

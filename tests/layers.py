@@ -5,7 +5,7 @@
     llm, llm_arguments, prepare, async_engine, the package's own __init__               7
     build                                                                      6
     device, weights, plan.simulate                                             5
-    engine, step_loop, sleep, turns, weights_switch, groups, replicas          4
+    engine, step_loop, sleep, turns, weights_switch, groups, replicas, multihost   4
     executor, schedule                                                         3
     pages, text, constraints, model, sample                                    2
     plan.capacity, plan.roofline, model_config, rope_config, hf_config, field_checks, sampling_params,
@@ -51,6 +51,8 @@ LEVELS = {
     "jaxserve.weights_switch": 4,
     "jaxserve.groups": 4,
     "jaxserve.replicas": 4,
+    "jaxserve.multihost": 4,
+    "jaxserve.multihost.config": 1,
     "jaxserve.device": 5,
     "jaxserve.weights": 5,
     "jaxserve.plan.simulate": 5,

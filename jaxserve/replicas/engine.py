@@ -135,6 +135,8 @@ class ReplicatedEngine:
     def sleep(self, *, level: int = 1) -> None:
         """As `Engine.sleep`, every replica."""
         for engine in self.engines:
+            engine.check_sleep(level)
+        for engine in self.engines:
             engine.sleep(level=level)
 
     def wake(self) -> None:

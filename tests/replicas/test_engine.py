@@ -2,7 +2,7 @@ import threading
 
 import pytest
 
-from jaxserve.errors import InvalidRequestError
+from jaxserve.errors import ConfigError, InvalidRequestError
 from jaxserve.request import Request
 from jaxserve.sampling_params import BeamParams, SamplingParams
 from jaxserve.schedule.observer import StepRecord
@@ -213,6 +213,26 @@ def test_new_weights_reach_every_replica():
         for token in ids:
             assert token == next_token([one + 7 for one in context])
             context = [*context, token]
+
+
+def test_all_replicas_sleep_and_wake_or_none_does():
+    engine = make_replicated(2)
+    for i in range(4):
+        engine.add(request(str(i), prompt_of(i)))
+    engine.step()
+    engine.engines[1].update_params(1, mode="finish_old")
+    with pytest.raises(ConfigError, match="still to end with the weights in use"):
+        engine.sleep(level=2)
+    assert not engine.is_asleep
+    engine.sleep()
+    assert engine.is_asleep
+    assert not engine.has_work() or engine.step()
+    with pytest.raises(RuntimeError, match="sleeps"):
+        engine.step()
+    engine.wake()
+    parts = drain(engine)  # type: ignore[arg-type]
+    assert all(part[-1].finished for part in parts.values())
+    assert len(parts) == 4
 
 
 def test_a_replica_that_fails_loses_nothing_of_the_others():

@@ -2,7 +2,7 @@
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize
+from hypothesis.stateful import initialize, rule
 
 from jaxserve.replicas.engine import ReplicatedEngine
 from jaxserve.schedule.queue import POLICIES
@@ -38,17 +38,22 @@ class ReplicaMachine(Machine):
         ),
     )
     def start(self, num_pages, options):
+        super().start(num_pages, options)
         made = make_replicated(2, num_pages=num_pages, draws=True, poison=[POISON], **options)
         self.engine = Face(made.engines)
-        self.known = {}
-        self.held = set()
-        self.weights = 0
-        self.num_made = 0
 
-    def change_weights(self):
-        """No rule here: tokens of a step under way are of the weights before, and the machine does not
-        know which those are.
-        """
+    @rule()
+    def change_weights(self, mode="continue"):
+        self.weights += 1
+        version = self.engine.update_params(self.weights, mode=mode)
+        self.weights_of[version] = self.weights
+        self.engine.check_invariants()
+
+    def sleep(self, level):
+        """No rule here, nor `wake`: each engine has its own machine for that."""
+
+    def wake(self):
+        """As `sleep`."""
 
     def teardown(self):
         super().teardown()

@@ -1,0 +1,1 @@
+"""One engine over the devices of several processes: the first schedules and tells the others each step."""

@@ -1,0 +1,304 @@
+"""The leader's side: `Followers`, its lines to the others, and `LeaderExecutor`, which runs steps with them.
+
+    submit: tell every follower the batch -> submit it here
+    result: wait for the step, or until a follower is lost
+
+The leader alone schedules. What it runs, and in which order, the followers run too, on their own part of the
+same mesh; what a step gives the host is whole on every device, so the followers return nothing.
+
+Invariant: after a fault (a follower has ended, or a call was cut short between telling and running) nothing
+is run any more: every call raises `ProcessLostError`, for the processes may be at different steps.
+"""
+
+import contextlib
+import threading
+from collections.abc import Mapping
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxserve.errors import ConfigError, ProcessLostError
+from jaxserve.executor import Executor, StepCosts, StepHandle
+from jaxserve.multihost.batch_codec import encode_batch
+from jaxserve.multihost.params_codec import encode_params
+from jaxserve.multihost.wire import Message, PeerGone, Wire, WireError
+from jaxserve.schedule.batch import DeviceBatch, SampledTokens
+
+
+class Followers:
+    """Lines to all followers.
+
+    Args:
+        wires: by process_id.
+    """
+
+    def __init__(self, wires: Mapping[int, Wire]):
+        self._wires = dict(wires)
+        self.fault: str | None = None
+        self._ends = False
+        self._answers: dict[int, SimpleQueue[Message]] = {i: SimpleQueue() for i in self._wires}
+        self._wakes: list[SimpleQueue[None]] = []
+        for process_id, wire in self._wires.items():
+            threading.Thread(
+                target=self._listen,
+                args=(process_id, wire),
+                name=f"follower-{process_id}",
+                daemon=True,
+            ).start()
+
+    @property
+    def num_processes(self) -> int:
+        """The leader counted."""
+        return len(self._wires) + 1
+
+    def wake_on_fault(self, queue: "SimpleQueue[None]") -> None:
+        """Puts something into the queue when a follower is lost."""
+        self._wakes.append(queue)
+
+    def tell(
+        self,
+        kind: str,
+        fields: Mapping[str, Any] | None = None,
+        arrays: "list[np.ndarray] | tuple[()]" = (),
+    ) -> None:
+        """Sends every follower a message.
+
+        Raises:
+            ProcessLostError: one of them is gone.
+        """
+        self.require_all()
+        for process_id, wire in self._wires.items():
+            try:
+                wire.send(kind, fields, arrays)
+            except PeerGone as error:
+                self._set_fault(f"process {process_id} is gone: {error}")
+                self.require_all()
+
+    def ask(self, kind: str) -> dict[int, dict[str, Any]]:
+        """The fields of the next message of each follower, which has to be of this kind.
+
+        Raises:
+            ProcessLostError: one of them is gone, or says something else.
+        """
+        found = {}
+        for process_id, answers in self._answers.items():
+            message = answers.get()
+            self.require_all()
+            if message.kind != kind:
+                self._set_fault(f"process {process_id} says {message.kind!r}, not {kind!r}")
+                self.require_all()
+            found[process_id] = message.fields
+        return found
+
+    def require_all(self) -> None:
+        """Raises ProcessLostError where a follower is lost."""
+        if self.fault is not None:
+            raise ProcessLostError(self.fault)
+
+    def close(self, *, reason: str | None = None) -> None:
+        """Tells the followers that the run is over.
+
+        Args:
+            reason: what they should say of it; None = it ended as it should.
+        """
+        if self._ends:
+            return
+        self._ends = True
+        for wire in self._wires.values():
+            with contextlib.suppress(PeerGone):  # it has ended too
+                wire.send("end", {"reason": reason})
+
+    def _listen(self, process_id: int, wire: Wire) -> None:
+        """In a thread: what one follower says, until it is gone."""
+        what = f"process {process_id} of {self.num_processes}"
+        try:
+            while True:
+                message = wire.receive()
+                if message.kind == "failed":
+                    self._set_fault(f"{what} failed: {message.fields.get('error')}")
+                self._answers[process_id].put(message)
+        except (PeerGone, WireError) as error:
+            wire.close()
+            if not self._ends:
+                self._set_fault(f"{what} is gone: {error}")
+            self._answers[process_id].put(Message("gone", {}, []))
+
+    def _set_fault(self, fault: str) -> None:
+        if self.fault is None:  # what comes after it follows from it
+            self.fault = fault
+        for queue in self._wakes:
+            queue.put(None)
+
+
+class LeaderParams(NamedTuple):
+    """Weights that every process has prepared.
+
+    Args:
+        number: what the followers know them by.
+        own: this process's part.
+    """
+
+    number: int
+    own: object
+
+
+class LeaderExecutor:
+    """Runs steps here and on all followers; meets `jaxserve.executor.Executor`.
+
+    Args:
+        executor: runs this process's part.
+        followers: run theirs; warmed up as this one.
+    """
+
+    def __init__(self, executor: Executor, followers: Followers):
+        self._executor = executor
+        self._followers = followers
+        self._num_prepared = 0
+        self._in_call: str | None = None  # still set when the next call comes: one was cut short
+        self._wakes: SimpleQueue[None] = SimpleQueue()
+        self._to_wait_for: SimpleQueue[StepHandle] = SimpleQueue()
+        followers.wake_on_fault(self._wakes)
+        threading.Thread(
+            target=_wait_for_each,
+            args=(self._to_wait_for, self._wakes),
+            name="leader-waits",
+            daemon=True,
+        ).start()
+
+    @property
+    def description(self) -> dict[str, object]:
+        """As of this process's executor."""
+        return self._executor.description
+
+    @property
+    def costs(self) -> StepCosts:
+        """As measured here: a step takes all processes as long."""
+        return self._executor.costs
+
+    def warm_up(self) -> None:
+        """Every process does that before it meets the others.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError("warm_up: each process warms its own executor up")
+
+    def submit(self, batch: DeviceBatch) -> "LeaderStep":
+        """Tells the followers first: a step may wait, while it is sent, for what others compute."""
+        fields, arrays = encode_batch(batch)
+        self._begin("submit")
+        self._followers.tell("submit", fields, arrays)
+        handle = self._executor.submit(batch)
+        self._in_call = None
+        return LeaderStep(handle, self)
+
+    def prepare_params(self, params: object) -> "LeaderParams":
+        """Sends the followers all params, array by array: numpy, or arrays that this process has whole.
+
+        Raises:
+            ConfigError: they are not as the engine's own; nothing was changed, in no process.
+            ProcessLostError: a follower is gone.
+        """
+        messages = encode_params(params)
+        self._begin("prepare_params")
+        for fields, arrays in messages:
+            self._followers.tell("param", fields, arrays)
+        self._num_prepared += 1
+        self._followers.tell("prepare_params", {"number": self._num_prepared})
+        try:
+            own = self._executor.prepare_params(params)
+        except ConfigError:  # each follower finds the same
+            self._in_call = None
+            raise
+        self._in_call = None
+        return LeaderParams(self._num_prepared, own)
+
+    def use_params(self, prepared: "LeaderParams") -> None:
+        """As of every process's executor."""
+        self._begin("use_params")
+        self._followers.tell("use_params", {"number": prepared.number})
+        self._executor.use_params(prepared.own)
+        self._in_call = None
+
+    def release(self, *, params: bool) -> None:
+        """As of every process's executor."""
+        self._begin("release")
+        self._followers.tell("release", {"params": params})
+        self._executor.release(params=params)
+        self._in_call = None
+
+    def reset(self) -> None:
+        """As of every process's executor."""
+        self._begin("reset")
+        self._followers.tell("reset")
+        self._executor.reset()
+        self._in_call = None
+
+    def close(self) -> None:
+        """Ends the followers; nothing can be run afterwards."""
+        self._followers.close(reason=self._followers.fault)
+
+    def give_masks(self, handle: StepHandle, masks: np.ndarray) -> None:
+        """For `LeaderStep`."""
+        self._begin("give_masks")
+        self._followers.tell("masks", {}, [masks])
+        handle.give_masks(masks)
+        self._in_call = None
+
+    def wait(self, handle: StepHandle) -> None:
+        """Returns when a step is ready.
+
+        Raises:
+            ProcessLostError: a follower is gone, so it may never be.
+        """
+        if not handle.is_ready():
+            self._to_wait_for.put(handle)
+        while not handle.is_ready():
+            self._followers.require_all()
+            self._wakes.get()
+
+    def _begin(self, call: str) -> None:
+        if self._in_call is not None:
+            self._followers.fault = self._followers.fault or (
+                f"{self._in_call} was cut short between two processes: they are at different steps"
+            )
+        self._followers.require_all()
+        self._in_call = call
+
+
+class LeaderStep:
+    """A step under way in all processes; meets `jaxserve.executor.StepHandle`."""
+
+    def __init__(self, handle: StepHandle, executor: LeaderExecutor):
+        self._handle = handle
+        self._executor = executor
+
+    def give_masks(self, masks: np.ndarray) -> None:
+        """See `StepHandle`; the followers get them too."""
+        self._executor.give_masks(self._handle, masks)
+
+    def is_ready(self) -> bool:
+        """See `StepHandle`."""
+        return self._handle.is_ready()
+
+    def wait(self) -> None:
+        """See `StepHandle`."""
+        self._handle.wait()
+
+    def result(self) -> SampledTokens:
+        """See `StepHandle`.
+
+        Raises:
+            ProcessLostError: a follower is gone.
+        """
+        self._executor.wait(self._handle)
+        return self._handle.result()
+
+
+def _wait_for_each(handles: "SimpleQueue[StepHandle]", wakes: "SimpleQueue[None]") -> None:
+    while True:
+        handle = handles.get()
+        handle.wait()
+        del handle
+        wakes.put(None)
