@@ -9,7 +9,7 @@ Invariant: all state is changed in one event loop, the one that `start` ran in.
 import asyncio
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 
 from jaxserve.async_engine.commands import (
@@ -46,6 +46,10 @@ WATCHDOG_TIMEOUT_S = 300.0
 END_GRACE_S = 2.0  # for an engine to end by itself when it was told to, over what it may take
 _WATCH_INTERVAL_S = 1.0
 _START_ERRORS = {"ConfigError": ConfigError, "CheckpointError": CheckpointError}
+_ANSWER_ERRORS: dict[str, type[Exception]] = {
+    "ConfigError": ConfigError,
+    "RuntimeError": RuntimeError,
+}
 
 
 class Client(ABC):
@@ -196,20 +200,30 @@ class Client(ABC):
     async def _ask(
         self, kind: QueryKind, *, since_step: int = 0, with_pages: bool = False
     ) -> Answer:
+        return await self._answer_to(
+            lambda number: Query(
+                number=number, kind=kind, since_step=since_step, with_pages=with_pages
+            )
+        )
+
+    async def _answer_to(self, make: Callable[[int], Command]) -> Answer:
+        """Sends a command that is answered, made of the number that it gets.
+
+        Raises:
+            RequestError: it failed; or an error of _ANSWER_ERRORS.
+        """
         await self._wait_for_room()
         self._check_alive()
         assert self._loop is not None
         number = next(self._numbers)
         future = self._answers[number] = self._loop.create_future()
         try:
-            self._send(
-                Query(number=number, kind=kind, since_step=since_step, with_pages=with_pages)
-            )
+            self._send(make(number))
             answer = await future
         finally:
             del self._answers[number]
         if answer.error is not None:
-            raise RequestError(answer.error)
+            raise _ANSWER_ERRORS.get(answer.error_kind or "", RequestError)(answer.error)
         return answer
 
     def _check_alive(self) -> None:

@@ -3,11 +3,12 @@
 Plain data. In one process they are handed over as they are; between processes `messages` writes them.
 
 Invariant: each `AddRequest` is answered by exactly one ending, a `Released` part with finished=True or a
-`Refused`, and each `Query` by one `Answer`, unless `Ended` comes first.
+`Refused`, and each `Query` or `Change` by one `Answer`, unless `Ended` comes first.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from jaxserve.async_engine.protocol import ServedModel
 from jaxserve.async_engine.report import EngineReport
@@ -47,6 +48,21 @@ class Query:
     with_pages: bool = False
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """Do this to the engine between two steps; answered as a query is. Never sent to another process.
+
+    Args:
+        number: of the answer.
+        kind: which method of `Engine`.
+        arguments: its arguments, by name.
+    """
+
+    number: int
+    kind: Literal["update_params", "sleep", "wake"]
+    arguments: Mapping[str, Any]
+
+
 @dataclass(frozen=True, slots=True)
 class Stop:
     """Take nothing more, let what runs go on for so many seconds, abort what is left, end.
@@ -57,7 +73,7 @@ class Stop:
     timeout_s: float
 
 
-Command = AddRequest | AbortRequest | Query | Stop
+Command = AddRequest | AbortRequest | Query | Change | Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +123,20 @@ class Refused:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """To the query of this number; stats or report where they were asked for, `error` where it failed."""
+    """To the query or change of this number.
+
+    Args:
+        stats, report: where they were asked for.
+        weights_version: of weights that were given.
+        error, error_kind: where it failed: what was said, and the name of the error's class.
+    """
 
     number: int
     stats: EngineStats | None = None
     report: EngineReport | None = None
+    weights_version: int | None = None
     error: str | None = None
+    error_kind: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

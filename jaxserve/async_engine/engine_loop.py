@@ -21,6 +21,7 @@ from jaxserve.async_engine.commands import (
     AbortRequest,
     AddRequest,
     Answer,
+    Change,
     Command,
     Ended,
     Event,
@@ -189,6 +190,8 @@ class EngineLoop:
                 self._abort(request_id)
             case Query():
                 self._line.send(self._answer(command))
+            case Change():
+                self._line.send(self._change(command))
             case Stop(timeout_s):
                 end_s = time.monotonic() + timeout_s
                 self._end_s = end_s if self._end_s is None else min(end_s, self._end_s)
@@ -290,6 +293,14 @@ class EngineLoop:
             _LOG.exception("%s failed", query.kind)
             message = f"{query.kind} failed: {type(error).__name__}: {error}"
             return Answer(number=query.number, error=message)
+
+    def _change(self, change: Change) -> Answer:
+        method = getattr(self._engine, change.kind)
+        try:
+            version = method(**change.arguments)
+        except Exception as error:  # noqa: BLE001 - raised again by the client
+            return Answer(number=change.number, error=str(error), error_kind=type(error).__name__)
+        return Answer(number=change.number, weights_version=version)
 
 
 def _never_begun(request: Request) -> RequestOutput:

@@ -8,6 +8,10 @@ from typing import TYPE_CHECKING
 
 from jaxserve.async_engine.engine_loop import Served
 from jaxserve.async_engine.protocol import ServedModel
+from jaxserve.engine import Engine
+from jaxserve.prepare import Preparer
+from jaxserve.replicas.engine import ReplicatedEngine
+from jaxserve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from jaxserve.llm import LLM
@@ -27,7 +31,22 @@ def served_llm(llm: "LLM", *, path: str = "") -> Served:
         llm: nobody else drives it.
         path: the model as it was given.
     """
-    engine = llm.engine
+    return _served(llm.engine, llm.preparer, llm.default_sampling_params, path)
+
+
+def served_engine(engine: Engine | ReplicatedEngine) -> Served:
+    """An engine alone: token ids in, token ids out.
+
+    Args:
+        engine: nobody else drives it.
+    """
+    preparer = Preparer(None, eos_token_ids=engine.eos_token_ids, vocab_size=engine.vocab_size)
+    return _served(engine, preparer, SamplingParams(), "")
+
+
+def _served(
+    engine: Engine | ReplicatedEngine, preparer: Preparer, params: SamplingParams, path: str
+) -> Served:
     stats = engine.stats()
     model = ServedModel(
         path=path,
@@ -36,7 +55,7 @@ def served_llm(llm: "LLM", *, path: str = "") -> Served:
         num_slots=stats.num_slots,
         max_num_seqs=stats.max_num_seqs,
         eos_token_ids=tuple(sorted(engine.eos_token_ids)),
-        default_sampling_params=llm.default_sampling_params,
-        tokenizer=llm.preparer.tokenizer,
+        default_sampling_params=params,
+        tokenizer=preparer.tokenizer,
     )
-    return Served(engine, llm.preparer, model)
+    return Served(engine, preparer, model)

@@ -19,12 +19,12 @@ import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from jaxserve.async_engine.client import WATCHDOG_TIMEOUT_S, Client
-from jaxserve.async_engine.commands import Command, Ended, Event
+from jaxserve.async_engine.commands import Answer, Change, Command, Ended, Event
 from jaxserve.async_engine.engine_loop import ClientGone, Served, serve_line
-from jaxserve.async_engine.served import load_served, served_llm
+from jaxserve.async_engine.served import load_served, served_engine, served_llm
 from jaxserve.async_engine.step_clock import StepClock
 from jaxserve.config import EngineConfig
 from jaxserve.echo import PromptFirst
@@ -34,6 +34,7 @@ from jaxserve.request import Request, RequestOutput
 from jaxserve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from jaxserve.engine import Engine
     from jaxserve.llm import LLM
 
 
@@ -125,6 +126,21 @@ class AsyncEngine(Client):
         return cls.from_served(lambda: served_llm(llm), watchdog_timeout_s=watchdog_timeout_s)
 
     @classmethod
+    def from_engine(
+        cls, engine: "Engine", *, watchdog_timeout_s: float = WATCHDOG_TIMEOUT_S
+    ) -> "AsyncEngine":
+        """Over an `Engine` that is there already, as `build_engine` makes it: token ids only. It belongs
+        to this one until `shutdown` returns.
+
+        Raises:
+            ValueError: it has requests in flight.
+        """
+        stats = engine.stats()
+        if engine.has_work() or stats.num_running or stats.num_waiting:
+            raise ValueError("engine has requests in flight: let them end first")
+        return cls.from_served(lambda: served_engine(engine), watchdog_timeout_s=watchdog_timeout_s)
+
+    @classmethod
     def from_served(
         cls, make: Callable[[], Served], *, watchdog_timeout_s: float = WATCHDOG_TIMEOUT_S
     ) -> "AsyncEngine":
@@ -203,6 +219,43 @@ class AsyncEngine(Client):
         async with contextlib.aclosing(super().generate(request)) as parts:
             async for part in parts:
                 yield first(part)
+
+    async def update_params(self, params: object, *, mode: str = "continue") -> int:
+        """Goes on with other weights of the same model, between two steps; see `Engine.update_params`.
+
+        Args:
+            params: as of `Engine.update_params`; leave numpy arrays alone until this has returned.
+            mode: "continue", "finish_old" or "abort". With finish_old too this returns at once; tokens
+                say which weights sampled them.
+
+        Returns:
+            The version that tokens of the new weights will be tagged with.
+
+        Raises:
+            ConfigError: another tree, shape or type, or no such mode; nothing has changed.
+        """
+        version = (await self._change("update_params", params=params, mode=mode)).weights_version
+        assert version is not None
+        return version
+
+    async def sleep(self, *, level: int = 1) -> None:
+        """Gives memory back, as `Engine.sleep` says; requests wait for `wake`."""
+        await self._change("sleep", level=level)
+
+    async def wake(self) -> None:
+        """Goes on after `sleep`; see `Engine.wake`.
+
+        Raises:
+            RuntimeError: the weights were given up, and no others were given.
+        """
+        await self._change("wake")
+
+    async def _change(
+        self, kind: Literal["update_params", "sleep", "wake"], **arguments: object
+    ) -> Answer:
+        return await self._answer_to(
+            lambda number: Change(number=number, kind=kind, arguments=arguments)
+        )
 
     async def _launch(self) -> None:
         assert self._loop is not None
