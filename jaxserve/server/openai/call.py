@@ -123,6 +123,7 @@ class Call:
         priority: as in `Request`.
         cache_salt: the body's own.
         return_token_ids, tokens_as_ids: as the fields of the body.
+        num_logprobs: likeliest tokens that the reply tells per token; None = no log probabilities.
     """
 
     id: str
@@ -135,6 +136,7 @@ class Call:
     cache_salt: str | None
     return_token_ids: bool
     tokens_as_ids: bool
+    num_logprobs: int | None
 
     @property
     def num_prompts(self) -> int:

@@ -17,7 +17,6 @@ from jaxserve.sampling_params import MAX_LOGPROBS
 from jaxserve.server.openai.call import Call, Served, common_fields
 from jaxserve.server.openai.choices import (
     ChatChoice,
-    ChoiceOptions,
     PromptPart,
     told_of_prompt,
     whole_chat_choice,
@@ -33,9 +32,8 @@ from jaxserve.server.openai.fields import (
     refused_field,
     table,
 )
-from jaxserve.server.openai.logprobs import TokenNames
+from jaxserve.server.openai.reply import CommonReply
 from jaxserve.server.openai.response_format import structured_outputs_of
-from jaxserve.server.openai.sse import DONE, ChunkWriter
 from jaxserve.server.state import ServerState
 from jaxserve.server.tools.choice import ToolPlan, plan_tools
 from jaxserve.text.chat_template import MAX_TOOLS
@@ -153,7 +151,6 @@ class ChatCall(Call):
         tools: what its tools mean.
         add_generation_prompt, continue_final_message: as the fields of the body.
         template_values: more values for the template.
-        num_logprobs: likeliest tokens per token; None = no logprobs.
     """
 
     messages: Sequence[Any]
@@ -161,7 +158,6 @@ class ChatCall(Call):
     add_generation_prompt: bool
     continue_final_message: bool
     template_values: Mapping[str, Any]
-    num_logprobs: int | None
 
     def encode(self) -> list[list[int]]:
         tokenizer = self.served.model.tokenizer
@@ -257,29 +253,21 @@ def _template_values(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-class ChatReply:
+class ChatReply(CommonReply[ChatChoice]):
     """The answer to a `ChatCall`; see `Reply`."""
 
     def __init__(self, call: ChatCall, prompt: Sequence[int]) -> None:
+        super().__init__(call, "chat.completion.chunk")
         self._call = call
         self._prompt = prompt
-        self._options = ChoiceOptions(
-            names=TokenNames(call.served.model.tokenizer, as_ids=call.tokens_as_ids),
-            num_logprobs=call.num_logprobs,
-            skip_special_tokens=call.params.skip_special_tokens,
-            return_token_ids=call.return_token_ids,
-        )
-        self._choices: dict[int, ChatChoice] = {}
-        self._usage = call.usage_counter()
         self._is_begun = False
-        streaming = call.streaming
-        self._writer = ChunkWriter(
-            call.head("chat.completion.chunk"), says_usage=streaming.include_usage
-        )
+
+    def _new_choice(self, index: int) -> ChatChoice:
+        plan = self._call.tools
+        return ChatChoice(index, self._options, plan.parser() if plan.parses else None)
 
     def chunks(self, prompt: int, output: RequestOutput) -> bytes:
-        self._usage.add(prompt, output)
-        usage = self._usage.body() if self._call.streaming.continuous_usage_stats else None
+        usage = self._count(prompt, output)
         events = [event for one in output.outputs for event in self._choice(one.index).feed(one)]
         chunks = []
         if events and not self._is_begun:
@@ -287,14 +275,9 @@ class ChatReply:
             chunks = [self._writer.chunk(events.pop(0), usage, self._told_of_prompt(output))]
         return b"".join(chunks + [self._writer.chunk(event, usage) for event in events])
 
-    def end(self) -> bytes:
-        if not self._call.streaming.include_usage:
-            return DONE
-        return self._writer.usage(self._usage.body()) + DONE
-
     def body(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         (output,) = outputs
-        self._usage.add(0, output)
+        self._count(0, output)
         has_logprobs = self._call.num_logprobs is not None
         choices = [
             whole_chat_choice(self._choice(one.index).feed(one), has_logprobs=has_logprobs)
@@ -312,13 +295,6 @@ class ChatReply:
             says_logprobs=self._call.params.prompt_logprobs is not None,
         )
         return told_of_prompt(part, self._options)
-
-    def _choice(self, index: int) -> ChatChoice:
-        if index not in self._choices:
-            plan = self._call.tools
-            parser = plan.parser() if plan.parses else None
-            self._choices[index] = ChatChoice(index, self._options, parser)
-        return self._choices[index]
 
 
 def routes(state: ServerState) -> list[Route]:

@@ -14,7 +14,7 @@ from jaxserve.field_checks import MAX_TOKEN_ID, is_int, require, require_within
 from jaxserve.request import RequestOutput
 from jaxserve.sampling_params import MAX_LOGPROBS
 from jaxserve.server.openai.call import Call, Served, common_fields
-from jaxserve.server.openai.choices import ChoiceOptions, CompletionChoice, PromptPart
+from jaxserve.server.openai.choices import CompletionChoice, PromptPart
 from jaxserve.server.openai.endpoint import Endpoint
 from jaxserve.server.openai.fields import (
     BOOLEAN,
@@ -26,12 +26,12 @@ from jaxserve.server.openai.fields import (
     read_fields,
     table,
 )
-from jaxserve.server.openai.logprobs import TokenNames
+from jaxserve.server.openai.reply import CommonReply
 from jaxserve.server.openai.response_format import structured_outputs_of
-from jaxserve.server.openai.sse import DONE, ChunkWriter
 from jaxserve.server.state import ServerState
 
 URL = "/v1/completions"
+KIND = "text_completion"
 MAX_PROMPTS = 2048
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, where the checkpoint recommends no other
 _IDS = {"type": "array", "minItems": 1, "items": TOKEN_ID}
@@ -74,13 +74,11 @@ class CompletionCall(Call):
     Args:
         prompts: texts or token ids.
         echo: whether the text begins with the prompt.
-        num_logprobs: as the field `logprobs`.
         says_prompt_logprobs: whether `prompt_logprobs` are given apart from echo.
     """
 
     prompts: Sequence[str | list[int]]
     echo: bool
-    num_logprobs: int | None
     says_prompt_logprobs: bool
 
     @property
@@ -175,23 +173,17 @@ def _ids(where: str, value: list[Any]) -> list[int]:
     return value
 
 
-class CompletionReply:
+class CompletionReply(CommonReply[CompletionChoice]):
     """The answer to a `CompletionCall`; see `Reply`."""
 
     def __init__(self, call: CompletionCall, prompts: Sequence[Sequence[int]]) -> None:
+        super().__init__(call, KIND)
         self._call = call
         self._prompts = prompts
         self._texts = [self._prompt_text(prompt) if call.echo else None for prompt in prompts]
-        self._options = ChoiceOptions(
-            names=TokenNames(call.served.model.tokenizer, as_ids=call.tokens_as_ids),
-            num_logprobs=call.num_logprobs,
-            skip_special_tokens=call.params.skip_special_tokens,
-            return_token_ids=call.return_token_ids,
-        )
-        self._choices: dict[int, CompletionChoice] = {}
-        self._usage = call.usage_counter()
-        self._head = call.head("text_completion")
-        self._writer = ChunkWriter(self._head, says_usage=call.streaming.include_usage)
+
+    def _new_choice(self, index: int) -> CompletionChoice:
+        return CompletionChoice(index, self._options)
 
     def _prompt_text(self, prompt: Sequence[int]) -> str:
         tokenizer = self._call.served.model.tokenizer
@@ -200,22 +192,16 @@ class CompletionReply:
         return tokenizer.decode(prompt, self._call.params.skip_special_tokens)
 
     def chunks(self, prompt: int, output: RequestOutput) -> bytes:
-        self._usage.add(prompt, output)
-        usage = self._usage.body() if self._call.streaming.continuous_usage_stats else None
+        usage = self._count(prompt, output)
         choices = self._fed(prompt, output)
         return b"".join([self._writer.chunk(choice, usage) for choice in choices])
-
-    def end(self) -> bytes:
-        if not self._call.streaming.include_usage:
-            return DONE
-        return self._writer.usage(self._usage.body()) + DONE
 
     def body(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         choices: list[dict[str, Any]] = []
         for prompt, output in enumerate(outputs):
-            self._usage.add(prompt, output)
+            self._count(prompt, output)
             choices += self._fed(prompt, output)
-        return {**self._head, "choices": choices, "usage": self._usage.body()}
+        return {**self._call.head(KIND), "choices": choices, "usage": self._usage.body()}
 
     def _fed(self, prompt: int, output: RequestOutput) -> list[dict[str, Any]]:
         part = PromptPart(
@@ -226,11 +212,6 @@ class CompletionReply:
         )
         first = prompt * self._call.params.n
         return [self._choice(first + one.index).feed(one, part) for one in output.outputs]
-
-    def _choice(self, index: int) -> CompletionChoice:
-        if index not in self._choices:
-            self._choices[index] = CompletionChoice(index, self._options)
-        return self._choices[index]
 
 
 def routes(state: ServerState) -> list[Route]:
