@@ -1,6 +1,6 @@
 """A model by name for commands that need its shapes alone: `simulate` and `plan`.
 
-Reads a config.json at the most; imports no jax and opens no weights.
+Reads a config.json or the head of a GGUF file at the most; imports no jax and reads no weights.
 """
 
 import json
@@ -11,6 +11,7 @@ from jaxserve.hf_config.read import read_hf_config
 from jaxserve.model_config import ModelConfig
 from jaxserve.plan.model_table import CONFIGS
 from jaxserve.plan.models import ModelSpec
+from jaxserve.weights.gguf import open_gguf
 from jaxserve.weights.manifest import (
     checkpoint_folders,
     closest_name,
@@ -20,8 +21,8 @@ from jaxserve.weights.manifest import (
 )
 
 MODEL_HELP = (
-    f"{', '.join(CONFIGS)}, a folder with a config.json (the weights need not be there), that file, or a "
-    "fetched name."
+    f"{', '.join(CONFIGS)}, a folder with a config.json (the weights need not be there), that file, a "
+    ".gguf file, or a fetched name."
 )
 
 
@@ -39,6 +40,8 @@ def find_config(name: str) -> ModelConfig:
     """The config of such a model; as `find_model`."""
     if name in CONFIGS:
         return CONFIGS[name]
+    if name.endswith(".gguf") and Path(name).is_file():
+        return open_gguf(Path(name)).config
     folders = [Path(), *(checkpoint_folders() if is_name(name) or is_hub_id(name) else ())]
     paths = [folder / name / "config.json" for folder in folders]
     if name.endswith(".json"):

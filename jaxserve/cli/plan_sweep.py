@@ -176,7 +176,7 @@ def _write_csv(path: Path, points: list[dict[str, Any]]) -> None:
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, POINT_FIELDS)
         writer.writeheader()
-        writer.writerows(points)
+        writer.writerows([{name: one[name] for name in POINT_FIELDS} for one in points])
 
 
 def curves(points: list[dict[str, Any]]) -> str:

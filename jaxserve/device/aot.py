@@ -209,6 +209,7 @@ def compile_step(
             return CompiledStep(layer_bytes=one, fault=f"{kind}: {refusal(error)}")
         look(compiled)
         found, memory = look_at(compiled, donated, pools), compiled.memory_analysis()
+        assert memory is not None, "no memory analysis of absent devices on this platform"
         exchanged[kind] = collectives(compiled)
         held = local_bytes([arguments[i] for i in _RESIDENT.get(kind, ())])
         padding = memory.argument_size_in_bytes - local_bytes(arguments)

@@ -5,6 +5,7 @@ Invariant: what is neither added up nor equal is named here; a figure that canno
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from jaxserve.stats import BucketStats, EngineStats, RooflineStats
 
@@ -31,7 +32,7 @@ def merge_stats(parts: Sequence[EngineStats]) -> EngineStats:
     """
     busiest = max(parts, key=lambda one: one.num_steps)
     names = [field.name for field in dataclasses.fields(EngineStats)]
-    sums = {
+    sums: dict[str, Any] = {
         name: sum([getattr(one, name) for one in parts])
         for name in names
         if name not in (*_EQUAL, *_SPECIAL)

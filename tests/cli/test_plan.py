@@ -15,6 +15,8 @@ from jaxserve.cli.main import main
 from jaxserve.cli.plan import plan_config, plan_flags
 from jaxserve.cli.plan_sweep import POINT_FIELDS, curves
 from jaxserve.plan.chips import CHIPS
+from jaxserve.weights.loader import open_checkpoint
+from tests.gguf_files import write_gguf
 
 REPOSITORY = Path(__file__).parent.parent.parent
 TRACE = REPOSITORY / "tests" / "plan" / "data" / "azure_code.csv"
@@ -130,6 +132,14 @@ def test_a_config_json_alone_is_enough(run_json, tmp_path):
     for record in (by_folder, by_file, fetched):
         assert record["kv_bytes_per_token"] == wanted
         assert record["num_params"] == by_folder["num_params"]
+
+
+def test_the_head_of_a_gguf_file_is_enough(run_json, tmp_path):
+    folder = REPOSITORY / "checkpoints" / "tiny_llama"
+    path = write_gguf(tmp_path / "tiny.gguf", open_checkpoint(folder))
+    by_file = run_json(f"--model={path}", "--chip=v5e", "--lengths=8,8")
+    by_folder = run_json(f"--model={folder}", "--chip=v5e", "--lengths=8,8")
+    assert by_file | {"model": ""} == by_folder | {"model": ""}
 
 
 @pytest.mark.parametrize(
