@@ -116,7 +116,7 @@ ALLOWED_IN = {
     **dict.fromkeys(("torch", "tensorflow", "transformers", "tests"), ()),
 }
 # Modules that stay without jax although their package may use it: capacity planning reads them.
-WITHOUT_JAX = ("pallas_kernels.page_bytes",)
+WITHOUT_JAX = ("pallas_kernels.page_bytes", "pallas_kernels.tpu_smem")
 SCRIPTS_MAY_IMPORT = ("torch", "transformers", "tests")  # the oracle makers
 DEVICE_SEES_OF_SCHEDULE = ("jaxserve.schedule.batch", "jaxserve.schedule.buckets")
 BANNED_CALLS = ("eval", "exec", "__import__")

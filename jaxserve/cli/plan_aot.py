@@ -86,7 +86,7 @@ def compile_plan(given: dict[str, Any], plan: Plan) -> dict[str, Any]:
         "config": dataclasses.asdict(model),
         "num_layers": layers,
         "backend": plan.backend,
-        "max_num_seqs": limits.max_num_seqs,
+        "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": limits.max_num_batched_tokens,
         "max_model_len": config.longest,
         "page_size": plan.page_size,

@@ -30,6 +30,7 @@ from jaxserve.plan.capacity import (
 )
 from pallas_kernels import dispatch
 from pallas_kernels.ragged_paged_attention.layout import KVPages
+from pallas_kernels.tpu_smem import check_smem
 
 MAX_CPU_LAYERS_PER_PROGRAM = 4
 
@@ -108,9 +109,7 @@ def _check_page_table(
 ) -> None:
     """Raise ValueError, naming the settings, where a kernel that holds the page table has no room for it."""
     try:
-        dispatch.implementation(backend).check_smem(
-            max_num_seqs, -(-max_model_len // page_size), num_kv_heads
-        )
+        check_smem(max_num_seqs, -(-max_model_len // page_size), num_kv_heads)
     except ValueError as error:
         raise ValueError(
             f"page_size={page_size} with max_num_seqs={max_num_seqs} and "

@@ -20,6 +20,7 @@ from jaxserve.plan.roofline import Roofline, StepTime
 from jaxserve.plan.work import PLANNED_DTYPES, keys_read, kv_item_dtype, num_pairs
 from pallas_kernels import dispatch
 from pallas_kernels.page_bytes import ITEM_BYTES
+from pallas_kernels.tpu_smem import check_smem
 
 MAX_CHIPS = 4096
 # Raw and processed logits, and what the sampler makes of them when it sorts; as XLA compiles it for TPUs.
@@ -85,6 +86,11 @@ class PlanConfig:
     def sequence_tokens(self) -> int:
         """Prompt and output of one of the counted sequences."""
         return self.num_prompt_tokens + self.num_output_tokens
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Most sequences in a step: each needs a token of it."""
+        return min(self.scheduler.max_num_seqs, self.scheduler.max_num_batched_tokens)
 
     @property
     def kv_dtype(self) -> str:
@@ -193,7 +199,7 @@ class Plan:
     @property
     def decode_batch(self) -> int:
         """Sequences of the largest decode step: as many as fit, at most max_num_seqs."""
-        return min(self.max_concurrency, self.config.scheduler.max_num_seqs)
+        return min(self.max_concurrency, self.config.max_num_seqs)
 
 
 def make_plan(config: PlanConfig) -> Plan:
@@ -322,9 +328,13 @@ def _choose_attention(config: PlanConfig) -> tuple[str, int]:
     try:
         backend = dispatch.resolve_backend("auto", demand)
         page_size = config.cache.page_size or dispatch.pick_page_size(
-            backend, max_num_seqs=config.scheduler.max_num_seqs, max_model_len=config.longest
+            backend, max_num_seqs=config.max_num_seqs, max_model_len=config.longest
         )
-        return backend, dispatch.check_page_size(backend, page_size)
+        dispatch.check_page_size(backend, page_size)
+        if backend == "tpu":
+            pages_per_row = -(-config.longest // page_size)
+            check_smem(config.max_num_seqs, pages_per_row, config.model.num_kv_heads)
+        return backend, page_size
     except (ValueError, NotImplementedError) as error:
         raise ConfigError(str(error)) from None
 
@@ -333,7 +343,7 @@ def _memory(config: PlanConfig, part: ModelSpec, layout: str, page_size: int) ->
     """Of one chip, which holds `part` of the model."""
     item_bytes = ITEM_BYTES[config.dtype]
     on_cpu = config.chip.platform == "cpu"
-    table = 4 * config.scheduler.max_num_seqs * part.vocab_size
+    table = 4 * config.max_num_seqs * part.vocab_size
     return Memory(
         hbm_bytes=config.chip.hbm_bytes,
         usable_bytes=int(config.chip.hbm_bytes * config.cache.memory_utilization),
@@ -351,7 +361,7 @@ def step_bytes(config: PlanConfig, part: ModelSpec) -> int:
     item_bytes = ITEM_BYTES[config.dtype]
     width = 2 * part.intermediate_size + 4 * part.hidden_size
     activations = config.scheduler.max_num_batched_tokens * width * item_bytes
-    logits = 4 * config.scheduler.max_num_seqs * part.vocab_size * _LOGITS_COPIES
+    logits = 4 * config.max_num_seqs * part.vocab_size * _LOGITS_COPIES
     return max(activations, logits)
 
 

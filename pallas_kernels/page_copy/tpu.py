@@ -19,7 +19,7 @@ from pallas_kernels import compat
 from pallas_kernels.float8 import as_bytes, as_type
 from pallas_kernels.page_copy.moves import Moves, into_pool, out_of_pool, within_pool
 from pallas_kernels.ragged_paged_attention import layout
-from pallas_kernels.ragged_paged_attention.tpu import SMEM_LIMIT_BYTES
+from pallas_kernels.tpu_smem import SMEM_LIMIT_BYTES
 
 LAYOUTS = ("tpu",)
 DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2")

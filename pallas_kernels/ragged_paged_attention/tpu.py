@@ -22,9 +22,8 @@ from pallas_kernels import compat
 from pallas_kernels.page_bytes import TPU_LANES, tpu_words
 from pallas_kernels.ragged_paged_attention import layout
 from pallas_kernels.ragged_paged_attention.tpu_kernel import F32, Plan, run_kernel
+from pallas_kernels.tpu_smem import check_smem
 
-# SMEM is 1 MiB on v5e, v5p and v6e; 1008 KiB of table compile, 1024 KiB do not.
-SMEM_LIMIT_BYTES = 960 * 1024
 # What the kernel claims of VMEM. The compiler's own default is 16 MiB on v5e and v5p.
 VMEM_LIMIT_BYTES = 32 * 1024 * 1024
 # Ours, when the caller gives no `blocks`: a block of about a MiB, which a DMA engine moves near its
@@ -220,22 +219,6 @@ def vmem_bytes(plan: Plan) -> int:
     sizes = (math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in buffers)
     sinks = 4 * plan.num_kv_heads * plan.group * TPU_LANES if plan.has_sinks else 0
     return sum(sizes) + 2 * sinks + 6 * scores + 12 * keys
-
-
-def smem_bytes(num_rows: int, pages_per_row: int, num_kv_heads: int) -> int:
-    """SMEM that a call's scalars take: the page table, what else there is a row, the scales."""
-    return 4 * (num_rows * pages_per_row + 3 * num_rows + 5 + 2 * num_kv_heads)
-
-
-def check_smem(num_rows: int, pages_per_row: int, num_kv_heads: int) -> None:
-    """Raise ValueError unless the scalars of a call (page table, lengths, scales) fit in SMEM."""
-    needed = smem_bytes(num_rows, pages_per_row, num_kv_heads)
-    if needed > SMEM_LIMIT_BYTES:
-        raise ValueError(
-            f"page_table: {num_rows} rows of {pages_per_row} pages take {needed} bytes of SMEM with "
-            f"the lengths, attention backend 'tpu' has {SMEM_LIMIT_BYTES}; take larger pages, "
-            "fewer rows or a shorter context"
-        )
 
 
 def _with_blocks(plan: Plan, blocks, num_tokens: int) -> Plan:

@@ -12,6 +12,7 @@ from jax.experimental import topologies
 from jaxserve.device.aot_target import REFUSALS, Target, look_at, refusal
 from pallas_kernels import compat
 from pallas_kernels.ragged_paged_attention import tpu
+from pallas_kernels.tpu_smem import smem_bytes
 from scripts.aot import attention_cases, full_step
 from scripts.aot.arguments import parse
 from scripts.aot.attention_cases import MIN_POOL_BYTES, Attention
@@ -31,7 +32,7 @@ def needs(q, kv, *, num_rows: int, num_entries: int, case: Attention) -> dict:
         interpreted=False,
         **options,
     )
-    smem = tpu.smem_bytes(num_rows, plan.pages_per_row, plan.num_kv_heads)
+    smem = smem_bytes(num_rows, plan.pages_per_row, plan.num_kv_heads)
     return {"vmem_mib": tpu.vmem_bytes(plan) / 2**20, "smem_kib": smem / 2**10}
 
 

@@ -222,6 +222,10 @@ def test_no_number_of_small_chips_holds_a_wide_model():
         ({"num_prompt_tokens": 0}, "num_prompt_tokens must be at least 1, got 0"),
         ({"max_model_len": 1024}, "a prompt of 1024 tokens and 256 more pass max_model_len, 1024"),
         (
+            {"chip": "v5e", "cache": CacheConfig(page_size=32)},
+            "page_table: 256 rows of 4096 pages take .* bytes of SMEM",
+        ),
+        (
             {"cache": CacheConfig(page_size=16)},
             "page_size=16: attention backend 'gpu' serves 64 only",
         ),
