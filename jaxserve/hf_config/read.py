@@ -151,8 +151,8 @@ def _sizes(keys: Keys, family: Family) -> dict[str, Any]:
 def _biases(keys: Keys, family: Family) -> dict[str, Any]:
     """Which projections have biases. A key that this family does not read must not ask for any."""
     said = {"qkv_bias": family.qkv_bias, "o_bias": family.o_bias, "mlp_bias": family.mlp_bias}
-    for key in ("attention_bias", "mlp_bias"):
-        if key not in said.values() and family.qkv_bias is not True and keys.boolean(key, False):
+    for key, flag in (("attention_bias", family.qkv_bias), ("mlp_bias", family.mlp_bias)):
+        if flag is False and keys.boolean(key, False):
             raise keys.error(key, "false or absent for this model_type")
     return {
         name: says if isinstance(says, bool) else keys.boolean(says, family.default(says))

@@ -63,3 +63,64 @@ def test_linear_and_llama3_scaling():
     assert between.any()
     assert (llama3[between] < plain[between]).all()
     assert (llama3[between] > plain[between] / 8).all()
+
+
+def test_dynamic_is_the_base_of_a_text_as_long_as_the_context():
+    def at(context_len: int) -> np.ndarray:
+        original = {"original_max_position_embeddings": 64, "context_len": context_len}
+        return inverse_frequencies(RopeConfig(rope_type="dynamic", factor=3.0, **original), 16)
+
+    plain = inverse_frequencies(RopeConfig(), 16)
+    np.testing.assert_array_equal(at(64), plain)
+    np.testing.assert_array_equal(at(10), plain)
+    # 3 * 2 - 2 = 4 times the base, to the power of 16 / 14
+    np.testing.assert_allclose(
+        at(128), inverse_frequencies(RopeConfig(theta=1e4 * 4 ** (8 / 7)), 16)
+    )
+
+
+def test_yarn_divides_what_turns_seldom_and_keeps_what_turns_often():
+    rope = RopeConfig(
+        theta=1e6, rope_type="yarn", factor=4.0, original_max_position_embeddings=8192
+    )
+    plain, yarn = inverse_frequencies(RopeConfig(theta=1e6), 128), inverse_frequencies(rope, 128)
+    turns = 8192 * plain.astype(np.float64) / (2 * np.pi)
+    np.testing.assert_allclose(yarn[turns > 40], plain[turns > 40], rtol=1e-6)
+    np.testing.assert_allclose(yarn[turns < 0.8], plain[turns < 0.8] / 4, rtol=1e-6)
+    between = (turns > 1.5) & (turns < 25)
+    assert between.any()
+    assert (yarn[between] < plain[between]).all()
+    assert (yarn[between] > plain[between] / 4).all()
+
+
+def test_longrope_divides_each_by_the_factors_of_its_context():
+    factors = {"short_factors": (1.0, 2.0, 3.0, 4.0), "long_factors": (8.0, 4.0, 2.0, 1.0)}
+    rope = RopeConfig(
+        rope_type="longrope", original_max_position_embeddings=64, context_len=64, **factors
+    )
+    plain = inverse_frequencies(RopeConfig(), 8)
+    np.testing.assert_allclose(inverse_frequencies(rope, 8), plain / [1, 2, 3, 4], rtol=1e-6)
+    longer = inverse_frequencies(rope.at_context(65), 8)
+    np.testing.assert_allclose(longer, plain / [8, 4, 2, 1], rtol=1e-6)
+
+
+def test_a_part_of_each_head_is_turned_and_the_rest_is_as_it_was():
+    rope = RopeConfig(partial_rotary_factor=0.5)
+    inv_freq = inverse_frequencies(rope, 16)
+    np.testing.assert_array_equal(inv_freq, inverse_frequencies(RopeConfig(), 8))
+    cos, sin = rotation(inv_freq, jnp.asarray(POSITIONS))
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((5, 2, 16)), jnp.float32)
+    turned = rotate(x, cos, sin)
+    np.testing.assert_array_equal(turned[..., 8:], x[..., 8:])
+    np.testing.assert_array_equal(turned[..., :8], rotate(x[..., :8], cos, sin))
+    assert np.abs(np.asarray(turned - x)[1:, :, :8]).min() > 0
+    nothing = jnp.zeros((5, 1, 0), jnp.float32)
+    assert rotate(x, nothing, nothing) is x
+
+
+def test_an_attention_factor_scales_sine_and_cosine():
+    inv_freq = inverse_frequencies(RopeConfig(), 16)
+    plain = rotation(inv_freq, jnp.asarray(POSITIONS))
+    scaled = rotation(inv_freq, jnp.asarray(POSITIONS), 1.5)
+    for one, other in zip(plain, scaled, strict=True):
+        np.testing.assert_allclose(other, 1.5 * one, rtol=1e-6)

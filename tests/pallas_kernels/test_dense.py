@@ -206,26 +206,60 @@ def test_gate_and_up_share_their_panels(columns):
     assert (abstract.shape, abstract.dtype) == (packed.shape, packed.dtype)
 
 
+@pytest.mark.parametrize("num_rows", [1, 7, 500])
+@pytest.mark.parametrize("given", [{"residual"}, {"bias"}, {"bias", "residual"}, set()], ids=str)
+def test_a_multiplier_is_of_all_but_the_residual(num_rows, given):
+    x, weight = operands(num_rows, 96, 97)
+    bias, residual = random(97), random(num_rows, 97)
+    exact = x.astype(np.float64) @ weight
+    options = {}
+    if "bias" in given:
+        options["bias"], exact = bias, exact + bias
+    exact = 0.25 * exact
+    if "residual" in given:
+        options["residual"], exact = residual, exact + residual
+    y = np.asarray(plain(x, pack([weight]), 97, multiplier=0.25, **options))
+    assert np.abs(y - exact).max() < 1e-4
+
+
 @pytest.mark.parametrize("num_rows", [1, 5, 300])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 2, 16), (3, 1, 80), (2, 1, 256)]
+    ("heads", "kv_heads", "dim", "turned"),
+    [
+        (9, 3, 64, 64),
+        (4, 2, 16, 16),
+        (3, 1, 80, 80),
+        (2, 1, 256, 256),
+        (4, 2, 96, 72),
+        (3, 3, 24, 0),
+    ],
 )
 @pytest.mark.parametrize("is_full", [True, False])
-def test_heads_are_cut_and_rotated(num_rows, heads, kv_heads, dim, is_full):
+def test_heads_are_cut_normed_and_rotated(num_rows, heads, kv_heads, dim, turned, is_full):
     size, columns = 96, (heads + 2 * kv_heads) * dim
     x, weight = operands(num_rows, size, columns)
     scale, bias = random(size), random(columns)
     options = {"norm": Norm(scale, EPS), "bias": bias} if is_full else {}
-    phase = 3 * random(num_rows, 1, dim // 2).astype(np.float64)
+    phase = 3 * random(num_rows, 1, turned // 2).astype(np.float64)
     cos, sin = np.cos(phase), np.sin(phase)
     y = (normed(x, scale) if is_full else x.astype(np.float64)) @ weight + is_full * bias
-    y = y.reshape(num_rows, -1, dim)
-    low, high = np.split(y, 2, axis=2)
-    turned = np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=2)
-    exact = turned[:, :heads], turned[:, heads : heads + kv_heads], y[:, heads + kv_heads :]
+    q, k, v = np.split(y.reshape(num_rows, -1, dim), [heads, heads + kv_heads], axis=1)
+    if is_full:
+        norms = Norm(random(dim), EPS), Norm(random(dim + 1)[1:], EPS)
+        options |= dict(zip(("q_norm", "k_norm"), norms, strict=True))
+        q, k = (
+            normed(one.reshape(-1, dim), norm.scale).reshape(one.shape)
+            for one, norm in zip((q, k), norms, strict=True)
+        )
+
+    def turn(one: np.ndarray) -> np.ndarray:
+        low, high, rest = np.split(one, [turned // 2, turned], axis=2)
+        return np.concatenate([low * cos - high * sin, high * cos + low * sin, rest], axis=2)
+
+    exact = turn(q), turn(k), v
     packed = pack([weight])
     phases = cos.astype(np.float32), sin.astype(np.float32)
-    sizes = {"num_heads": heads, "num_kv_heads": kv_heads}
+    sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim}
     found = cut(x, packed, *phases, **sizes, **options)
     last = cut(x[-1:], packed, *(one[-1:] for one in phases), **sizes, **options)
     for one, right, alone in zip(found, exact, last, strict=True):
@@ -243,7 +277,9 @@ def test_not_a_number_stays_in_its_row_with_all_that_is_fused():
     found = [
         plain(x, pack([random(64, 70)]), 70, norm=norm, residual=random(7, 70)),
         gated(x, pack_gated(random(64, 70), random(64, 70)), 70, norm=norm),
-        *cut(x, pack([random(64, 64)]), cos, cos, num_heads=2, num_kv_heads=1, norm=norm),
+        *cut(
+            x, pack([random(64, 64)]), cos, cos, num_heads=2, num_kv_heads=1, head_dim=16, norm=norm
+        ),
     ]
     for one in found:
         is_finite = np.isfinite(np.asarray(one)).reshape(7, -1)
@@ -253,7 +289,7 @@ def test_not_a_number_stays_in_its_row_with_all_that_is_fused():
 def wrong(fault: str):
     """A call with one operand that does not fit."""
     x, ones = np.ones((2, 64), np.float32), lambda *shape: np.ones(shape, np.float32)
-    heads = {"num_heads": 2, "num_kv_heads": 1}
+    heads = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16}
     match fault:
         case "scale":
             return plain(x, ones(1, 64, 64), 64, norm=Norm(ones(63), EPS))
@@ -269,6 +305,13 @@ def wrong(fault: str):
             return cut(x, ones(2, 64, 64), ones(2, 1, 8), ones(2, 1, 8), **heads)[0]
         case "phases":
             return cut(x, ones(1, 64, 64), ones(1, 1, 8), ones(1, 1, 8), **heads)[0]
+        case "too many phases":
+            return cut(x, ones(1, 64, 64), ones(2, 1, 9), ones(2, 1, 9), **heads)[0]
+        case "sines":
+            return cut(x, ones(1, 64, 64), ones(2, 1, 8), ones(2, 1, 7), **heads)[0]
+        case "head norm":
+            norm = Norm(ones(8), EPS)
+            return cut(x, ones(1, 64, 64), ones(2, 1, 8), ones(2, 1, 8), **heads, k_norm=norm)[0]
 
 
 @pytest.mark.parametrize(
@@ -280,7 +323,10 @@ def wrong(fault: str):
         ("gated", "a weight of 1 panels of 64 rows and 64 columns does not fit"),
         ("gated bias", "bias [32] does not fit a result of 64 columns"),
         ("heads", "a weight of 2 panels of 64 rows and 64 columns does not fit"),
-        ("phases", "cos [1, 1, 8] and sin [1, 1, 8], expected [2, 1, 8]"),
+        ("phases", "cos [1, 1, 8] and sin [1, 1, 8], expected [2, 1, at most 8]"),
+        ("too many phases", "cos [2, 1, 9] and sin [2, 1, 9], expected [2, 1, at most 8]"),
+        ("sines", "cos [2, 1, 8] and sin [2, 1, 7], expected [2, 1, at most 8]"),
+        ("head norm", "scale [8] of a head's norm, expected [16]"),
     ],
 )
 def test_operands_that_do_not_fit_are_refused(fault, message):
