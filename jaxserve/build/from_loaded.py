@@ -155,7 +155,9 @@ def _params_on_devices(
     if model.packs or (placement.platform == "cpu" and not placement.is_shared):  # used in place
         read = loaded.params.take(None)
         return put_params(read, model.given_params, pack=model.packs, consume=True, place=place)
-    read = loaded.params.take(lambda path, array: jax.block_until_ready(place(path, array)))
+    read = loaded.params.take(
+        lambda path, array: jax.block_until_ready(place(path, array)), place.sharding_of
+    )
     return checked_params(read, model.abstract_params)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Sharding
 
 from jaxserve.device.placement import Placement
 from jaxserve.errors import ConfigError
@@ -77,6 +78,7 @@ class ParamPlacer:
     def __init__(self, model: ModelFunctions, placement: Placement):
         self._placement = placement
         self._head_dim = model.config.head_dim
+        self._given = model.given_params
         self._abstract, self._specs = None, None
         if not model.packs:  # what is packed is whole, on one device
             self._abstract = model.abstract_params
@@ -95,6 +97,16 @@ class ParamPlacer:
         shape = _at(self._abstract, path).shape
         fitting = fit_param(array, str(path[-2]), shape, self._head_dim)
         return self._placement.put(fitting, _at(self._specs, path))
+
+    def sharding_of(self, path: Sequence[str | int]) -> Sharding | None:
+        """How one param lies on several devices, if it is served in the checkpoint's shape: each part
+        may then be read on its own. None for others, and where there is one device.
+        """
+        if self._abstract is None or not self._placement.is_shared:
+            return None
+        if _at(self._given, path).shape != _at(self._abstract, path).shape:
+            return None
+        return self._placement.sharding(_at(self._specs, path))
 
 
 def _at(tree: Any, path: Sequence[str | int]) -> Any:

@@ -53,7 +53,7 @@ def test_llm_and_run_take_an_orbax_checkpoint(made, tmp_path, capsys):
     flags += ["--max_num_batched_tokens=32", "--token_buckets=4,32", "--row_buckets=4"]
     flags += [f"--input={tmp_path / 'in.jsonl'}", f"--output={output}", "--compilation_cache_dir="]
     assert main(["run", f"--model={model}", *flags]) == 0, capsys.readouterr().err
-    assert json.loads(output.read_text())["choices"][0]["text"] == expected[1].outputs[0].text
+    assert json.loads(output.read_text())["text"] == expected[1].outputs[0].text
 
 
 @pytest.mark.parametrize(
