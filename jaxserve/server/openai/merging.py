@@ -1,7 +1,7 @@
 """Several generations as one: `merged`. Used by `endpoint` for bodies with many prompts.
 
-Invariant: memory is bounded by one output a generation: a slow reader holds them all up, and the engine's
-client merges what waits.
+Invariants: memory is bounded by one output a generation: a slow reader holds them all up, and the engine's
+client merges what waits. Generations take turns: one that always has something keeps no other one waiting.
 """
 
 import asyncio
@@ -23,9 +23,11 @@ async def merged(
             async for output in only:
                 yield 0, output
         return
-    ready: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue(maxsize=1)
+    ready: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue()
+    taken = [asyncio.Semaphore(0) for _ in generations]
     tasks = [
-        asyncio.create_task(_pump(number, one, ready)) for number, one in enumerate(generations)
+        asyncio.create_task(_pump(number, one, ready, taken[number]))
+        for number, one in enumerate(generations)
     ]
     num_open = len(tasks)
     try:
@@ -37,6 +39,7 @@ async def merged(
                 num_open -= 1
             else:
                 yield number, found
+                taken[number].release()
     finally:
         for task in tasks:
             task.cancel()
@@ -47,12 +50,15 @@ async def _pump(
     number: int,
     outputs: AsyncGenerator[RequestOutput],
     ready: asyncio.Queue[tuple[int, RequestOutput | Exception | None]],
+    taken: asyncio.Semaphore,
 ) -> None:
+    """Puts the outputs of one generation there, each once the one before it was taken."""
     end: Exception | None = None
     try:
         async with contextlib.aclosing(outputs):
             async for output in outputs:
-                await ready.put((number, output))
+                ready.put_nowait((number, output))
+                await taken.acquire()
     except Exception as error:  # noqa: BLE001 - raised again by whoever reads
         end = error
-    await ready.put((number, end))
+    ready.put_nowait((number, end))

@@ -75,6 +75,20 @@ def test_closing_it_closes_all(num_generations):
     asyncio.run(check())
 
 
+def test_generations_take_turns():
+    async def check():
+        generations = [Generation(str(number), 200) for number in range(4)]
+        first = []
+        async with contextlib.aclosing(merged([one.run() for one in generations])) as parts:
+            async for number, _ in parts:
+                first.append(number)
+                if len(first) == 40:
+                    break
+        assert all(8 <= first.count(number) <= 12 for number in range(4)), first
+
+    asyncio.run(check())
+
+
 def test_a_slow_reader_holds_all_of_them_up():
     async def check():
         generations = [Generation("x", 10**6) for _ in range(3)]
@@ -83,6 +97,6 @@ def test_a_slow_reader_holds_all_of_them_up():
                 for _ in range(100):
                     await asyncio.sleep(0)
                 break
-            assert all(one.num_given <= 3 for one in generations)
+            assert all(one.num_given <= 2 for one in generations)
 
     asyncio.run(check())
