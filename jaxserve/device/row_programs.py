@@ -38,6 +38,7 @@ def sampling_rows(batch: DeviceBatch) -> SamplingRows:
         min_p=batch.min_p,  # type: ignore[arg-type]
         seeds=batch.seeds,  # type: ignore[arg-type]
         output_positions=batch.output_positions,  # type: ignore[arg-type]
+        wants_logprobs=batch.wants_logprobs,  # type: ignore[arg-type]
         reports_processed=batch.reports_processed,  # type: ignore[arg-type]
     )
 
@@ -64,7 +65,9 @@ class Sampled(NamedTuple):
 
     token_ids: jax.Array  # i32[R]    in [0, V), and no more than that where logits are not finite
     last_ids: jax.Array  # i32[S]     the same, padded with zeros: what the next step may read
-    logprobs: jax.Array  # f32[R]     of these tokens, under what each row reports
+    logprobs: (
+        jax.Array
+    )  # f32[R]     of these tokens, under what each row reports; zeros if none wants any
 
 
 def head(
@@ -98,10 +101,14 @@ def sample_rows(
     """
     token_ids = sample(processed, rows)
     last_ids = jnp.zeros(max_num_seqs, jnp.int32).at[: len(token_ids)].set(token_ids)
-    logprobs = jax.lax.cond(
-        jnp.any(rows.reports_processed),
-        lambda: chosen_logprobs(reported(raw, processed, rows), token_ids),
-        lambda: chosen_logprobs(raw, token_ids),
+    wanted = jnp.any(rows.wants_logprobs)
+    logprobs = jax.lax.switch(
+        jnp.where(wanted, 1 + jnp.any(rows.reports_processed).astype(jnp.int32), 0),
+        [  # summing over the vocabulary takes as long as the draw: only where somebody asks
+            lambda: jnp.zeros(len(token_ids), jnp.float32),
+            lambda: chosen_logprobs(raw, token_ids),
+            lambda: chosen_logprobs(reported(raw, processed, rows), token_ids),
+        ],
     )
     return Sampled(token_ids, last_ids, logprobs)
 

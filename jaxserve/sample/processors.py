@@ -37,6 +37,7 @@ class SamplingRows(NamedTuple):
     min_p: Float[Array, " R"]  # [0, 1]
     seeds: UInt32[Array, "R 2"]  # high and low word
     output_positions: Int[Array, " R"]
+    wants_logprobs: Bool[Array, " R"]  # somebody is told how likely the token was
     reports_processed: Bool[Array, " R"]  # logprobs of what is sampled from, not of raw logits
 
 

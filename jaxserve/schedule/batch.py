@@ -102,6 +102,7 @@ class DeviceBatch:
     top_p: np.ndarray  # f32[R]
     min_p: np.ndarray  # f32[R]
     seeds: np.ndarray  # u32[R, 2]     high and low word
+    wants_logprobs: np.ndarray  # bool[R]  somebody is told how likely the token was
     reports_processed: np.ndarray  # bool[R]  logprobs of what is sampled from, not of raw logits
     output_positions: np.ndarray  # i32[R]  how many output tokens the sequence has already
     num_steps: int = 1  # run so often, each time with the tokens that were sampled before
@@ -219,7 +220,8 @@ class SampledTokens:
     Args:
         token_ids: i32[S, M].
         num_tokens: i32[S], how many of the M are there.
-        logprobs: f32[S, M], natural log of each token's probability under the raw logits.
+        logprobs: f32[S, M], natural log of each token's probability under the raw logits; zeros where
+            no row of the batch wanted any.
         finite: bool[number of slices], in plan order and for every slice, also those that sample
             nothing: False where hidden states or logits of the slice are NaN or infinite. Nothing
             that such a slice wrote may be used by anybody.
@@ -261,6 +263,7 @@ def sampling_arrays(seqs: "Several[Sequence]", num_rows: int) -> dict[str, Any]:
         "top_p": column([p.top_p for p in params], np.float32, 1.0),
         "min_p": column([p.min_p for p in params], np.float32, 0.0),
         "seeds": seeds,
+        "wants_logprobs": column([p.wants_logprobs for p in params], np.bool_, False),
         "reports_processed": column([p.processed_logprobs for p in params], np.bool_, False),
     }
 

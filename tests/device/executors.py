@@ -156,6 +156,7 @@ def make_batch(*slices: Slice, wants_candidates: bool = False, **moves: object) 
         min_p=np.zeros(rows, np.float32),
         seeds=np.zeros((rows, 2), np.uint32),
         output_positions=np.zeros(rows, np.int32),
+        wants_logprobs=np.ones(rows, np.bool_),
         reports_processed=np.zeros(rows, np.bool_),
         wants_candidates=wants_candidates,
         **{name: pairs(*of) for name, of in moves.items()},  # type: ignore[misc]

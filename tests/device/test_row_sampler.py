@@ -80,6 +80,21 @@ def test_a_step_awaits_its_masks():
         single.following()
 
 
+def test_logprobs_are_summed_up_only_where_a_row_wants_them():
+    batch = make_batch(Slice([7], [1]), Slice([3, 5], [2]))
+    wanted = shared_executor().submit(batch).result()
+    assert (wanted.logprobs < 0).all()
+    asks = np.zeros_like(batch.wants_logprobs)
+    nobody = dataclasses.replace(batch, wants_logprobs=asks)
+    found = shared_executor().submit(nobody).result()
+    assert np.array_equal(found.token_ids, wanted.token_ids)
+    assert not found.logprobs.any()
+    asks = asks.copy()
+    asks[1] = True
+    one = dataclasses.replace(batch, wants_logprobs=asks)
+    assert np.array_equal(shared_executor().submit(one).result().logprobs, wanted.logprobs)
+
+
 def test_the_arrays_of_options_are_read_only_once_they_are_in_a_batch():
     batch = make_batch(Slice([7], [1]))
     rows = batch.bucket.num_rows

@@ -58,6 +58,7 @@ def drawn(row: dict, seed: int) -> np.ndarray:
         jnp.asarray(seeds),
         jnp.full(NUM_DRAWS, len(OUTPUT), jnp.int32),
         jnp.zeros(NUM_DRAWS, jnp.bool_),
+        jnp.zeros(NUM_DRAWS, jnp.bool_),
     )
     tokens = SAMPLE(jnp.broadcast_to(processed, (NUM_DRAWS, V)), rows)
     return np.bincount(np.asarray(tokens), minlength=V)

@@ -83,6 +83,7 @@ def sampling(num_rows: int, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, flag
         column(min_p, np.float32),
         jnp.zeros((num_rows, 2), jnp.uint32),
         jnp.zeros(num_rows, jnp.int32),
+        column(True, np.bool_),
         column(flag, np.bool_),
     )
 

@@ -28,6 +28,7 @@ def rows(n, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=0) 
         column(min_p, np.float32),
         jnp.asarray(seeds),
         column(position, np.int32),
+        column(True, np.bool_),
         column(False, np.bool_),
     )
 
