@@ -95,7 +95,8 @@ def look_at(compiled, donated: Any, pools: Sequence[jax.ShapeDtypeStruct]) -> di
     memory = compiled.memory_analysis()
     text = compiled.as_text()
     faults = []
-    if memory.alias_size_in_bytes != local_bytes(donated):
+    # More of them than there are elements: the compiler pads rows to whole vectors.
+    if memory.alias_size_in_bytes < local_bytes(donated):
         faults.append(
             f"{memory.alias_size_in_bytes} bytes updated in place, not {local_bytes(donated)}"
         )
