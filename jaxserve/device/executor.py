@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxserve.device.kv_pool import count_table_program, make_pools, pool_program
 from jaxserve.device.page_moves import PageMoves
-from jaxserve.device.params import ParamPlacer, put_params
+from jaxserve.device.params import ParamPlacer, find_deleted, put_params
 from jaxserve.device.programs import Lowering, Program, ProgramTable, lower_traced
 from jaxserve.device.row_sampler import RowSampler
 from jaxserve.device.scorer import Scorer
@@ -243,7 +243,16 @@ class DeviceExecutor:
                 page_size=self._shapes.page_size,
             )
         self._moves.start(batch, self._kv_pages)
-        return self._submit(batch, self._runs)
+        try:
+            return self._submit(batch, self._runs)
+        except RuntimeError as error:
+            name = find_deleted(self._params)
+            if name is None:
+                raise
+            raise RuntimeError(
+                f"{name} was donated or deleted by its owner, and the engine shares it: donate a copy, "
+                "or give it other weights with update_params"
+            ) from error
 
     def _submit(self, batch: DeviceBatch, runs: Sequence[Run]) -> DeviceStep:
         outputs, sample = [], None

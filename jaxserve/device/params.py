@@ -48,12 +48,13 @@ def put_params(
         ConfigError: a leaf that is missing, superfluous, or of another shape or dtype; it is named.
     """
     checked = checked_params(params, abstract)
+    callers = {id(leaf) for leaf in jax.tree.leaves(checked)} if own else set()
     if consume and isinstance(params, dict):
         params.clear()
     if pack:
         checked = pack_params(checked, consume=True)  # from a tree of our own
-    if own and jax.default_backend() == "cpu":
-        checked = jax.tree.map(_copied, checked)
+    if own and jax.default_backend() == "cpu":  # not what was made here
+        checked = jax.tree.map(lambda leaf: _copied(leaf) if id(leaf) in callers else leaf, checked)
     if place is None:
         return jax.block_until_ready(jax.device_put(checked))
     put = jax.tree_util.tree_map_with_path(
@@ -113,6 +114,14 @@ def _at(tree: Any, path: Sequence[str | int]) -> Any:
     for key in path:
         tree = tree[key]
     return tree
+
+
+def find_deleted(params: Params) -> str | None:
+    """The name of a param that is no more: whoever shares it has donated or deleted it."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            return f"params{jax.tree_util.keystr(path)}"
+    return None
 
 
 def _copied(leaf: Any) -> Any:
