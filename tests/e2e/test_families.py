@@ -48,7 +48,7 @@ def served(request, tmp_path_factory) -> Served:
         max_model_len=64,
         kv_cache_gib=0.001,
         page_size=4,
-        token_buckets=(2, 16),
+        token_buckets=(16,),
         row_buckets=(2,),
     )
     return Served(case, path, llm)
@@ -59,10 +59,7 @@ def tokens_of(served: Served) -> tuple[list[int], list[float], int]:
     prompt = served.case.token_ids[:NUM_PROMPT]
     (output,) = served.llm.generate([prompt], greedy(len(served.case.greedy)))
     (choice,) = output.outputs
-    logprobs = [
-        entry[token].logprob for entry, token in zip(choice.logprobs, choice.token_ids, strict=True)
-    ]
-    return list(choice.token_ids), logprobs, output.num_cached_tokens
+    return list(choice.token_ids), list(choice.logprobs), output.num_cached_tokens
 
 
 def test_tokens_and_probabilities_are_those_of_transformers(served):
@@ -104,4 +101,4 @@ def test_other_files_give_the_same(served, kind, tmp_path):
     engine.update_params(load_params(open_checkpoint(path), np.float32)[0])
     token_ids, logprobs, num_cached = tokens_of(served)
     assert (token_ids, num_cached) == (served.case.greedy, 0)
-    assert logprobs == before
+    np.testing.assert_allclose(logprobs, before, atol=1e-5)
