@@ -63,6 +63,7 @@ _PRE_TOKENIZERS = {
     "llama-v3": _LLAMA3,
     "llama3": _LLAMA3,
     "dbrx": _Pre(pattern=_LLAMA3.pattern),
+    "smaug-bpe": _Pre(pattern=_LLAMA3.pattern),
     "tekken": _Pre(
         pattern=(
             rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
