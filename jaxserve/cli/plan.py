@@ -39,7 +39,8 @@ and values, pages that are left, the most sequences of the given lengths at once
 best on the chip's roofline. Prints a table with the formulas, or one JSON object with --json:
 kv_bytes_per_token, weight_bytes, num_pages (the null page included), max_concurrency, decode_tokens_per_s,
 prefill_tokens_per_s, ridge_batch and more.
-exit code: 0 it fits, 1 it does not (the table says by how much), 2 it could not be planned, 130 interrupted
+exit code: 0 it fits, 1 it does not (the table says by how much, or why the compiler refuses it), 2 it could
+not be planned, 130 interrupted
 """
 
 _GROUP = "plan"
@@ -81,6 +82,7 @@ def plan_flags() -> flags.FlagValues:
         "lengths",
         [1024, 256],
         "Tokens of the prompt and of the output of the sequences that are counted.",
+        serializer=flags.ListSerializer(","),
         **group,
     )
     flags.DEFINE_boolean("json", False, "Print one JSON object, not a table.", **group)
@@ -97,7 +99,7 @@ def main(argv: Sequence[str]) -> int:
         argv: the arguments behind `plan`.
 
     Returns:
-        0 where the model fits, 1 where it does not.
+        0 where the model fits, 1 where it does not, or where the compiler of --aot finds a fault.
 
     Raises:
         UsageError: a flag is missing or at fault.
@@ -124,7 +126,8 @@ def main(argv: Sequence[str]) -> int:
         record["sweep"] = sweep(given, plan)
     text = json.dumps(record, indent=2, allow_nan=False) if given["json"] else plan_text(record)
     write_stdout(text + "\n")
-    return EXIT_FITS if plan.fits else EXIT_DOES_NOT_FIT
+    is_faulty = "aot" in record and record["aot"]["fault"]
+    return EXIT_FITS if plan.fits and not is_faulty else EXIT_DOES_NOT_FIT
 
 
 def plan_config(given: dict[str, Any]) -> PlanConfig:

@@ -81,6 +81,7 @@ def define_sweep(values: flags.FlagValues) -> None:
         "rate_scales",
         [0.25, 0.5, 1.0, 2.0, 4.0, 8.0],
         "How many times faster than in the trace requests arrive: a point of the curves each.",
+        serializer=flags.ListSerializer(","),
         **group,
     )
     flags.DEFINE_string("sweep_csv", None, "Write the points to this file too.", **group)

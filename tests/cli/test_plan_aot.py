@@ -57,7 +57,7 @@ def test_a_pool_that_the_chip_cannot_hold_is_a_fault(libtpu, capsys, monkeypatch
     larger = dataclasses.replace(CHIPS["v5e"], hbm_bytes=25 * 10**9)
     monkeypatch.setitem(CHIPS, "v5e", larger)
     arguments = ["--model=smollm2-135m", "--chip=v5e", *LIMITS, "--aot", f"--libtpu={libtpu}"]
-    assert main(["plan", *arguments, "--json"]) == 0
+    assert main(["plan", *arguments, "--json"]) == 1
     found = json.loads(capsys.readouterr().out)["aot"]
     assert found["fault"].startswith("layers: ")
     assert "hbm" in found["fault"].lower()
