@@ -225,6 +225,13 @@ def _log_choices(
         f", {num_host_pages} in host RAM" if num_host_pages else "",
         f", {padding} ids of the vocabulary are padding" if padding else "",
     )
+    rope = shapes.model.config.rope
+    if rope.context_len is not None:
+        _LOG.info(
+            "rope_type %s: every text is turned as one of max_model_len (%d) tokens is",
+            rope.rope_type,
+            rope.context_len,
+        )
 
 
 def _resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:

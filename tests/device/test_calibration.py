@@ -18,6 +18,7 @@ from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.weights.hf_directory import write_hf_directory
 from jaxserve.weights.loader import load_params, open_checkpoint
 from tests.checkpoints import make_random_llama
+from tests.families import CASES
 from tests.llms import TINY
 
 IDS = np.random.default_rng(2).integers(0, 96, 70).tolist()
@@ -97,6 +98,12 @@ def test_nothing_but_model_and_text_moves_a_scale(edited):
     np.testing.assert_allclose(scales(path, layers_per_program=1), first, rtol=1e-6)
     assert np.abs(scales(path, ids=IDS[::-1]) - first).max() > 1e-4  # the control
     assert np.isfinite(scales(path, ids=IDS[:1])).all()
+
+
+def test_layers_that_differ_are_run_as_what_they_are(tmp_path):
+    path = CASES["smollm3_window"].write(tmp_path)
+    first = scales(path, layers_per_program=4)
+    np.testing.assert_allclose(scales(path, layers_per_program=1), first, rtol=1e-5)
 
 
 def test_calibration_in_bfloat16_is_near_float32(edited):
