@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from jaxserve.sampling_params import BeamParams, SamplingParams
     from jaxserve.score import Score
     from jaxserve.weights.load_model import LoadedModel, load_model
+    from jaxserve.weights.restore import restore_params
 
 __version__ = "0.1.0"
 
@@ -47,6 +48,7 @@ _HOME_OF = {
     "full_forward": "jaxserve.model.training",
     "init_params": "jaxserve.model.training",
     "load_model": "jaxserve.weights.load_model",
+    "restore_params": "jaxserve.weights.restore",
 }
 __all__ = [
     "LLM",
@@ -69,6 +71,7 @@ __all__ = [
     "full_forward",
     "init_params",
     "load_model",
+    "restore_params",
 ]
 
 

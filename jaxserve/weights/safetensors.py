@@ -46,6 +46,9 @@ _BITS = {
     **{"I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64, "C64": 64},
 }
 _SHARD_NAME = re.compile(r"(.*-)(\d{5})-of-(\d{5})\.safetensors")
+# A length below 4 GiB and a JSON object. Lengths are bytes like any others: 640 begins as a pickle, 15,392
+# as a page of HTML.
+_BEGINNING = re.compile(rb"[\x00-\xff]{4}\0\0\0\0\{", re.DOTALL)
 # First bytes of what people rename to .safetensors, and what it is.
 _LOOKALIKES = (
     (re.compile(rb"PK\x03\x04"), "a zip archive, as torch.save writes it"),
@@ -62,6 +65,8 @@ def what_it_looks_like(path: Path) -> str | None:
     """Names the kind of file by its first bytes ("a pickle"), or None when they say nothing."""
     with path.open("rb") as file:
         start = file.read(64)
+    if _BEGINNING.match(start):
+        return None
     return next((kind for pattern, kind in _LOOKALIKES if pattern.match(start)), None)
 
 

@@ -10,7 +10,6 @@ begins at a multiple of its element's size.
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,7 +124,7 @@ def _split(
 
 
 def write_file(path: Path, tensors: Iterable[UnwrittenTensor]) -> None:
-    """Writes one file and has the system put it on the disk.
+    """Writes one file.
 
     Raises:
         CheckpointError: a tensor gave other elements than it said.
@@ -136,8 +135,6 @@ def write_file(path: Path, tensors: Iterable[UnwrittenTensor]) -> None:
         file.write(_header(in_order))
         for tensor in in_order:
             _write_tensor(file, tensor)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _header(tensors: Iterable[UnwrittenTensor]) -> bytes:

@@ -4,7 +4,8 @@
 
 Used by `convert`. Invariant: a process that is killed at any moment leaves at most the hidden folder,
 which holds no config.json before it holds everything, so no loader takes it for a model; whoever writes
-NAME next removes it, unless its writer is still alive (who holds a lock on it).
+NAME next removes it, unless its writer is still alive (who holds a lock on it). What appears is on the
+disk, so a machine that stops leaves it whole, too.
 """
 
 import contextlib
@@ -37,6 +38,8 @@ def whole_folder(target: Path) -> Iterator[Path]:
         with _locked(unfinished):
             yield unfinished
             refuse_existing(target)
+            for path in unfinished.rglob("*"):
+                _sync(path)
             _sync(unfinished)
             unfinished.rename(target)
             _sync(target.parent)
@@ -82,9 +85,9 @@ def _remove_abandoned(parent: Path, prefix: str) -> None:
             os.close(handle)
 
 
-def _sync(folder: Path) -> None:
-    """Puts the names in a folder on the disk."""
-    handle = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Puts a file, or the names in a folder, on the disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

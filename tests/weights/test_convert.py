@@ -23,6 +23,7 @@ from jaxserve.weights.kv_scales import load_kv_scales
 from jaxserve.weights.loader import load_params, open_checkpoint
 from jaxserve.weights.whole_folder import whole_folder
 from tests import checkpoints
+from tests.families import CASES
 from tests.llms import TINY
 from tests.weights.trees import assert_trees_equal
 
@@ -41,18 +42,13 @@ def stored(directory: Path) -> dict[str, np.ndarray]:
     return found
 
 
-FAMILIES = [
-    ("llama", {"attention_bias": True, "mlp_bias": True}),
-    ("qwen2", {}),
-    ("qwen3", {"tie_word_embeddings": True}),
-    ("phi3", {}),  # its q, k, v are one tensor, and its gate and up another
-]
+# One model of each family: fused projections, biases, norms of heads, tied heads among them.
+FAMILIES = {case.config["model_type"]: case for case in CASES.values()}
 
 
-@pytest.mark.parametrize(("family", "changes"), FAMILIES, ids=[name for name, _ in FAMILIES])
-def test_to_orbax_and_back_nothing_changes(tmp_path, family, changes):
-    config = checkpoints.family_config(family, num_hidden_layers=2, **changes)
-    source = checkpoints.make_random_model(tmp_path / "source", config)
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_to_orbax_and_back_nothing_changes(tmp_path, family):
+    source = FAMILIES[family].write(tmp_path / "source")
     convert(source, tmp_path / "orbax", format="orbax")
     assert not list((tmp_path / "orbax").glob("*.safetensors"))
     assert_trees_equal(load(tmp_path / "orbax"), load(source))

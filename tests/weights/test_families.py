@@ -17,7 +17,7 @@ from tests.checkpoints import random_tensors
 from tests.families import CASES
 from tests.gguf_files import WRITTEN_AS, can_be_written, write_gguf
 from tests.numpy_llama import inverse_frequencies
-from tests.weights.test_loader import assert_trees_equal
+from tests.weights.trees import assert_trees_equal
 
 FAMILIES = sorted({case.config["model_type"] for case in CASES.values()})
 WRITABLE = [

@@ -18,6 +18,7 @@ from jaxserve.weights import manifest
 from jaxserve.weights.hf_directory import write_hf_directory
 from jaxserve.weights.loader import load_params, open_checkpoint, resolve_model
 from tests import checkpoints, numpy_llama
+from tests.weights.trees import assert_trees_equal
 
 GATE = "model.layers.1.mlp.gate_proj.weight"
 
@@ -64,15 +65,6 @@ def rewrite(directory: Path, tensor: str, array: np.ndarray | None) -> Path:
         index_path.write_text(json.dumps(index))
     save_file(tensors, path)
     return path
-
-
-def assert_trees_equal(a: dict, b: dict) -> None:
-    assert a.keys() == b.keys()
-    for key, value in a.items():
-        if isinstance(value, dict):
-            assert_trees_equal(value, b[key])
-        else:
-            np.testing.assert_array_equal(value, b[key], strict=True)
 
 
 def test_the_tree_holds_every_tensor_once_transposed_where_it_multiplies(tmp_path):

@@ -1,7 +1,6 @@
 """Weights on their way: how much of them lies in host memory at a time, and whose they are afterwards."""
 
 import gc
-import json
 import subprocess
 import sys
 import threading
@@ -189,61 +188,3 @@ def test_a_process_never_holds_more_than_twice_the_largest(big, tmp_path):
     assert peak(quantised, "float32", bounded=True) < 2 * LARGEST_MIB + blocks
     convert(big, tmp_path / "orbax", format="orbax")
     assert peak(tmp_path / "orbax", "float32", bounded=True) < 2 * LARGEST_MIB + 3 * blocks
-
-
-# Four devices, a mesh of two of them for what is cut; what each array holds, and what was read.
-SHARDED = """
-import json, sys
-import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from jaxserve.weights import orbax
-from jaxserve.weights.loader import check_tensors, load_params, open_checkpoint
-from jaxserve.weights.param_stream import ParamStream
-
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 4)
-checkpoint = open_checkpoint({path!r})
-config = check_tensors(checkpoint)
-mesh = Mesh(np.array(jax.devices()).reshape(4), ("model",))
-
-def sharding_of(path):
-    if path[-1] == "scale":
-        return NamedSharding(mesh, P())
-    if path[-2] in ("k", "v"):
-        return None  # as one that is copied to several devices before it is placed
-    columns = path[-2] in ("q", "gate", "up", "lm_head")
-    return NamedSharding(mesh, P(None, "model") if columns else P("model", None))
-
-placed, sizes = [], []
-real = orbax.aligned_empty
-def counted(shape, dtype):
-    sizes.append(int(np.prod(shape)))
-    return real(shape, dtype)
-orbax.aligned_empty = counted
-def place(path, array):
-    placed.append(path[-2])
-    return jax.device_put(array, jax.devices()[3])
-params = ParamStream(checkpoint, config, np.float32, bounded=True).take(place, sharding_of)
-expected, _ = load_params(open_checkpoint({path!r}), np.float32)
-jax.tree.map(np.testing.assert_array_equal, params, expected)
-gate = params["layers"][1]["mlp"]["gate"]["kernel"]
-print(json.dumps({{
-    "shards": [list(shard.data.shape) for shard in gate.addressable_shards],
-    "placed": sorted(set(placed)),
-    "most": max(sizes),
-}}))
-"""
-
-
-def test_each_device_of_a_mesh_reads_its_own_part(tmp_path):
-    config = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}
-    source = checkpoints.make_random_llama(tmp_path / "source", config)
-    convert(source, tmp_path / "orbax", format="orbax")
-    code = SHARDED.format(path=str(tmp_path / "orbax"))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["shards"] == [[64, 20]] * 4
-    assert found["placed"] == ["k", "v"]
-    assert found["most"] == 96 * 64 // 4  # a quarter of the largest

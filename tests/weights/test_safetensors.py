@@ -117,6 +117,13 @@ def test_c34_lookalikes_are_refused_by_content(tmp_path):
             find_shards(tmp_path)
 
 
+@pytest.mark.parametrize("length", [640, 896, 1152, 0x3C20, 0x8B1F, 0x484480])
+def test_a_header_of_any_length_is_no_lookalike(tmp_path, length):
+    header = json.dumps({"a": row()}).encode()
+    path = write_raw(tmp_path / "model.safetensors", header.ljust(length), b"\0" * 8)
+    assert list(read_header(path)) == ["a"]
+
+
 def sharded(directory: Path, shards: dict[str, list[str]], index: dict[str, str] | None) -> None:
     for file, names in shards.items():
         save_file({name: np.full(2, len(name), np.float32) for name in names}, directory / file)
