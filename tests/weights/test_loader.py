@@ -377,7 +377,7 @@ NOT_FOUND = [
     (
         "nope",
         "no such path, and no checkpoint of that name in checkpoints, {checkout}, {cache};"
-        " known names: org/model, smollm2-135m-instruct, tiny",
+        " known names: org/model, qwen2.5-coder-0.5b-instruct, smollm2-135m-instruct, tiny",
     ),
     ("tinny", "in checkpoints, {checkout}, {cache}; did you mean 'tiny'?; known names: "),
     ("Tiny", "; did you mean 'tiny'?; known names: "),
