@@ -55,6 +55,7 @@ _ENGINE_OPTIONS = (
     "check_batches",
     "seed",
     "scheduling",
+    "tensor_parallel_size",
 )
 
 
@@ -98,6 +99,13 @@ def define_engine(flag_values: flags.FlagValues) -> None:
         "max_num_batched_tokens",
         default.scheduler.max_num_batched_tokens,
         "Token budget of one step, decode tokens and prefill chunks together.",
+        **group,
+    )
+    define_integer(
+        "tensor_parallel_size",
+        default.parallel.tensor_parallel_size,
+        "Devices that share the model: heads, MLP, vocabulary and KV pages are cut over them.",
+        lower_bound=1,
         **group,
     )
     _define_page_pool(default.cache, group)

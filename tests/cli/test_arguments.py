@@ -10,7 +10,7 @@ from jaxserve.cli.arguments import UsageError, parse_arguments
 from jaxserve.cli.bench_offline import offline_flags
 from jaxserve.cli.flags import engine_options, help_text
 from jaxserve.cli.run import USAGE, run_flags
-from jaxserve.config import CacheConfig, EngineConfig, SchedulerConfig
+from jaxserve.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 
 
 def parse(*arguments: str) -> tuple[dict, list[str]]:
@@ -236,6 +236,7 @@ def test_engine_flags_reach_the_config():
             "--num-decode-steps=4",
             "--token-buckets=1,8,512",
             "--row-buckets=4,32",
+            "--tensor-parallel-size=2",
         ],
         values,
     )
@@ -259,4 +260,5 @@ def test_engine_flags_reach_the_config():
     assert config.cache.eviction == "lfu"
     assert config.cache.host_kv_gib == 0.5
     assert config.compilation_cache_dir is None
+    assert config.parallel == ParallelConfig(tensor_parallel_size=2)
     assert config.seed == 7

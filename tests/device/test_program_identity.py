@@ -7,8 +7,10 @@ from pathlib import Path
 
 import jax
 import pytest
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxserve.device import program_identity
+from jaxserve.device.placement import Placement
 from jaxserve.device.program_identity import (
     NEVER_TRACED,
     PACKAGES,
@@ -42,6 +44,22 @@ def test_model_kernel_and_shapes_are_in_it(shapes):
         dataclasses.replace(shapes, model=dataclasses.replace(model, kernel=other_kernel)),
     ]
     assert len({identity(one) for one in [shapes, *others]}) == 4
+
+
+def test_how_many_devices_share_a_model_is_in_it_but_not_which(shapes):
+    def mesh(size: int, axis: str) -> AbstractMesh:
+        return AbstractMesh((size,), (axis,), axis_types=(AxisType.Auto,))
+
+    kernels = [
+        dataclasses.replace(shapes.model.kernel, mesh=mesh(size, axis), axis=axis)
+        for size, axis in ((2, "model"), (4, "model"), (4, "tp"))
+    ]
+    assert len({describe(one) for one in [shapes.model.kernel, *kernels]}) == 4
+    device = jax.devices()[0]
+    one, other = (Placement(mesh=Mesh([device], (axis,))) for axis in ("a", "b"))
+    texts = [describe(one), describe(other), describe(Placement())]
+    assert len(set(texts)) == 3
+    assert not any(f"id={device.id}" in text for text in texts)
 
 
 def test_settings_of_jax_and_versions_are_in_it(shapes, monkeypatch):
