@@ -182,7 +182,9 @@ def test_a_config_json_that_is_none(capsys, tmp_path):
     assert f"--model={tmp_path}: cannot read" in capsys.readouterr().err
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     assert main(["simulate", *CONVERSATION, *MACHINE, f"--model={tmp_path}"]) == 2
-    assert "model_type must be one of: llama, got 'gpt2'" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "model_type must be one of: llama, mistral, " in error
+    assert "got 'gpt2'" in error
 
 
 def test_help_names_every_arm(capsys):
