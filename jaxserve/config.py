@@ -91,7 +91,7 @@ class CacheConfig:
     Args:
         page_size: tokens a page; a power of two >= 4. None = the attention backend's own size.
         num_pages: pages in the pool, the null page included; at least 2.
-        kv_cache_gib: size of the pool over all layers, GiB.
+        kv_cache_gib: size of the pool over all layers, and over all devices that share a model, GiB.
         memory_utilization: share of the accelerator's memory that weights, programs and pages may
             take together. On CPU the pool is bounded by what `max_num_seqs` full contexts need and
             by 2 GiB as well.

@@ -41,7 +41,8 @@ def build_engine(
             the engine lives; numpy arrays may be written to afterwards.
         model_config: the model's shapes and constants.
         config: settings; None = all by default. dtype "auto" is the dtype of the params.
-        mesh: the devices to run on; None = the default one.
+        mesh: the devices that share the model, by `config.parallel.axis_rules`; None = the default one, or
+            the first `tensor_parallel_size` of them.
         eos_token_ids: ids that end an output; None = those of `model_config`.
         num_token_ids: ids in [0, num_token_ids) are tokens, those behind them padding of the head that
             is never sampled; None = all of the vocabulary.
