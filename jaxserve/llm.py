@@ -43,8 +43,8 @@ class LLM:
         model: a checkpoint directory, a GGUF file, or a name that `jaxserve fetch` made.
         generation_config: "auto" takes `default_sampling_params` from the checkpoint's
             generation_config.json, "none" takes those of `SamplingParams`.
-        options: any field of `EngineConfig`, `CacheConfig`, `SchedulerConfig` or `ParallelConfig`, by its flat
-            name.
+        options: any field of `EngineConfig`, `CacheConfig`, `SchedulerConfig` or `ParallelConfig`, by
+            its flat name.
 
     Raises:
         ConfigError: an option is unknown, out of range, or cannot be served by this model or
