@@ -17,7 +17,7 @@ from jaxserve.model_config import ModelConfig
 from jaxserve.weights import name_maps
 from jaxserve.weights.checkpoint import Checkpoint, TensorInfo
 from jaxserve.weights.name_maps import ParamSpec
-from jaxserve.weights.param_stream import read_param, rows_at_a_time
+from jaxserve.weights.param_stream import aligned_empty, read_param, rows_at_a_time
 from jaxserve.weights.safetensors_writer import UnwrittenTensor
 
 # The words of the formats for elements of 16 bits; all else is read as float32.
@@ -51,7 +51,14 @@ class UnreadParam:
         """
         stored = stored_dtype(self.checkpoint.source.infos[self.spec.name])
         array = read_param(self.checkpoint, self.spec, stored)
-        return cast(array, self.dtype, self.spec.name)
+        if stored == self.dtype:
+            return array
+        result = aligned_empty(array.shape, self.dtype)
+        step = rows_at_a_time(array.shape)
+        for begin in range(0, len(array), step):
+            rows = slice(begin, begin + step)
+            result[rows] = cast(array[rows], self.dtype, self.spec.name)
+        return result
 
 
 def unread_params(

@@ -19,10 +19,13 @@ def test_already_there_is_exit_0(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "jaxserve fetch: give the name of a checkpoint: smollm2-135m-instruct"),
+        (
+            [],
+            "give the name of a checkpoint: qwen2.5-coder-0.5b-instruct, smollm2-135m-instruct",
+        ),
         (
             ["nothing"],
-            "jaxserve fetch: no checkpoint is called 'nothing'; known: smollm2-135m-instruct",
+            "jaxserve fetch: no checkpoint is called 'nothing'; known: qwen2.5-coder-0.5b-instruct, smollm2",
         ),
         (
             ["../x"],
