@@ -270,8 +270,7 @@ class Engine:
         """Gives the memory of the KV pages back, on the device and in host RAM.
 
         Requests in flight wait, keep their tokens, and go on after `wake` as if nothing had been; new
-        ones are queued. Meanwhile `has_work` says no, and `step` hands out what is left and raises when
-        nothing is.
+        ones are queued. Meanwhile `step` hands out what is left, while `has_work` says so, and then raises.
 
         Args:
             level: 1 = the pages; 2 = the weights too, as far as nobody else has them: `update_params`
