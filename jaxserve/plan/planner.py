@@ -359,7 +359,7 @@ def step_bytes(config: PlanConfig, part: ModelSpec) -> int:
     tokens and the logits of its rows, f32, a few times.
     """
     item_bytes = ITEM_BYTES[config.dtype]
-    width = 2 * part.intermediate_size + 4 * part.hidden_size
+    width = 2 * part.intermediate_size + 6 * part.hidden_size
     activations = config.scheduler.max_num_batched_tokens * width * item_bytes
     logits = 4 * config.max_num_seqs * part.vocab_size * _LOGITS_COPIES
     return max(activations, logits)
