@@ -1,5 +1,5 @@
 """Every family through the engine: greedy tokens and probabilities of transformers' modules, in chunks,
-token by token and from cached pages, from one file, from shards and from GGUF."""
+token by token and from cached pages, from one file, from shards, from GGUF and from Orbax."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxserve.llm import LLM
+from jaxserve.weights.convert import convert
 from jaxserve.weights.loader import load_params, open_checkpoint
 from tests.families import CASES, NUM_PROMPT, Case
 from tests.gguf_files import can_be_written, write_gguf
@@ -82,11 +83,13 @@ def test_cached_pages_give_the_same(served):
     np.testing.assert_allclose(cached_logprobs, logprobs, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["shards", "gguf"])
+@pytest.mark.parametrize("kind", ["shards", "gguf", "orbax"])
 def test_other_files_give_the_same(served, kind, tmp_path):
     """The weights of another file take the place of those that the engine has: nothing is compiled."""
     if kind == "shards":
         path = served.case.write(tmp_path / "shards", max_shard_bytes=30_000)
+    elif kind == "orbax":
+        path = convert(served.path, tmp_path / "orbax", format="orbax")
     else:
         model = open_checkpoint(served.path)
         if not can_be_written(model.config):
