@@ -138,7 +138,7 @@ def train(params: Any, state: Any, rollouts: Rollouts) -> tuple[Any, Any, jax.Ar
     """
 
     def loss(params: Any) -> tuple[jax.Array, jax.Array]:
-        logprobs = logprobs_of(params, rollouts.token_ids)
+        logprobs = logprobs_of(params, jnp.asarray(rollouts.token_ids))
         change = jnp.where(rollouts.is_output, logprobs - rollouts.logprobs, 0.0)
         ratio = jnp.exp(change)
         advantages = rollouts.advantages[:, None]

@@ -6,7 +6,7 @@ runs.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -88,7 +88,7 @@ class Executor(Protocol):
         """
         ...
 
-    def use_params(self, prepared: object) -> None:
+    def use_params(self, prepared: Any) -> None:
         """Runs every step from now on with what `prepare_params` made; doing so twice changes nothing.
         No step may be under way."""
         ...

@@ -14,6 +14,9 @@ CALLS = {
     "fork": lambda engine: engine.fork("1", "new"),
     "abort": lambda engine: engine.abort("1"),
     "update_params": lambda engine: engine.update_params(7),
+    "finish_old": lambda engine: engine.update_params(7, mode="finish_old"),
+    "abort_all": lambda engine: engine.update_params(7, mode="abort"),
+    "sleep": lambda engine: engine.sleep(),
     "step": lambda engine: engine.step(),
 }
 
@@ -58,6 +61,7 @@ def test_an_interrupt_while_a_call_begins_or_ends_does_not_lock_the_engine(metho
             engine.abort("2")
         finally:
             sys.settrace(None)
+        engine.wake()
         drain(engine)
         assert engine.stats().num_owned_pages == 0
         if interrupt.count > 0:

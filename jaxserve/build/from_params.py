@@ -78,10 +78,10 @@ def build_engine(
 
 
 def _checked_id(name: str, value: object, low: int, high: int) -> int:
-    value = plain(value)
-    if not is_int(value) or not low <= value <= high:
+    number = plain(value)
+    if not is_int(number) or not low <= number <= high:
         raise ConfigError(f"{name}: {shown(value)} is no integer in [{low}, {high}]")
-    return value
+    return number
 
 
 def _dtype_of(params: object) -> str:

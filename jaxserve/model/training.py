@@ -40,16 +40,16 @@ def full_forward(
     Returns:
         f32[B, T, V]. Attention takes f32[B, H, T, T] per layer.
     """
-    params = jax.tree.map(jnp.asarray, dict(params))
+    tree: Params = jax.tree.map(jnp.asarray, dict(params))
     num_rows, num_tokens = token_ids.shape
-    dtype = params["embed"]["embedding"].dtype
+    dtype = tree["embed"]["embedding"].dtype
     model = _functions(model_config, dtype, num_rows)
     positions = jnp.tile(jnp.arange(num_tokens, dtype=jnp.int32), num_rows)
-    x = model.embed(params["embed"], token_ids.reshape(-1))
+    x = model.embed(tree["embed"], token_ids.reshape(-1))
     no_page = KVPages((), "none", 1, model_config.num_kv_heads, model_config.head_dim, dtype)
     no_pages = [no_page] * model_config.num_layers
-    x, _ = model.layers(model.layer_params(params), no_pages, x, positions, _NO_ROWS)
-    logits = model.logits(model.head_params(params), x)
+    x, _ = model.layers(model.layer_params(tree), no_pages, x, positions, _NO_ROWS)
+    logits = model.logits(model.head_params(tree), x)
     return logits.reshape(num_rows, num_tokens, -1)
 
 
