@@ -136,10 +136,12 @@ def build_loaded(
 
 def _meter(config: EngineConfig, shapes: StepShapes) -> WorkMeter:
     """Tells how near the steps come to the roofline of the device."""
+    shares = shapes.placement.shares
     return WorkMeter.on_chip(
-        ModelSpec.from_config(shapes.model.config),
+        ModelSpec.from_config(shapes.model.config).of_one_chip(
+            shares.heads, ffn_chips=shares.ffn, vocab_chips=shares.vocab
+        ),
         chip_of_device(shapes.placement.devices[0].device_kind),
-        num_chips=shapes.placement.shares.heads,
         dtype=jnp.dtype(shapes.dtype).name,
         kv_cache_dtype=shapes.kv_cache_dtype,
     )

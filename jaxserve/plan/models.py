@@ -112,30 +112,30 @@ class ModelSpec:
         counts = Counter(self.layer_windows or (None,))
         return tuple((window, count / counts.total()) for window, count in counts.items())
 
-    def of_one_chip(self, num_chips: int) -> "ModelSpec":
-        """What each of several chips holds of it, as a model of its own: H / c query heads, a c-th of
-        the MLP and of the vocabulary, and its kv heads; E stays whole. With fewer kv heads than chips
-        each chip has one, and each head is held by c / K of them. (o and down biases and norms are held
-        by all.)
+    def of_one_chip(
+        self, num_chips: int, *, ffn_chips: int | None = None, vocab_chips: int | None = None
+    ) -> "ModelSpec":
+        """What each of several chips holds of it, as a model of its own: H / c query heads and its kv
+        heads, a c-th of the MLP and of the vocabulary, which is filled up to a multiple of c; E stays
+        whole. With fewer kv heads than chips each chip has one, and each head is held by c / K of them. (o
+        and down biases and norms are held by all.)
 
         Args:
             num_chips: c, tensor parallel.
+            ffn_chips, vocab_chips: chips that the MLP and the vocabulary are cut over; None = c.
 
         Raises:
             ConfigError: they cannot share the model; the message names the field.
         """
         if num_chips < 1:
             raise ConfigError(f"num_chips must be at least 1, got {num_chips}")
-        for name, what in (
-            ("num_heads", "query heads"),
-            ("intermediate_size", "columns of the MLP (intermediate_size)"),
-            ("vocab_size", "rows of the vocabulary (vocab_size)"),
+        ffn_chips, vocab_chips = ffn_chips or num_chips, vocab_chips or num_chips
+        for count, chips, what in (
+            (self.num_heads, num_chips, "query heads"),
+            (self.intermediate_size, ffn_chips, "columns of the MLP (intermediate_size)"),
         ):
-            count = getattr(self, name)
-            if count % num_chips:
-                raise ConfigError(
-                    f"num_chips must divide the model's {count} {what}, got {num_chips}"
-                )
+            if count % chips:
+                raise ConfigError(f"num_chips must divide the model's {count} {what}, got {chips}")
         if self.num_kv_heads % num_chips and num_chips % self.num_kv_heads:
             raise ConfigError(
                 f"num_chips must divide the model's {self.num_kv_heads} kv heads or be a multiple of "
@@ -145,8 +145,8 @@ class ModelSpec:
             self,
             num_heads=self.num_heads // num_chips,
             num_kv_heads=max(self.num_kv_heads // num_chips, 1),
-            intermediate_size=self.intermediate_size // num_chips,
-            vocab_size=self.vocab_size // num_chips,
+            intermediate_size=self.intermediate_size // ffn_chips,
+            vocab_size=-(-self.vocab_size // vocab_chips),
         )
 
 

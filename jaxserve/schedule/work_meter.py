@@ -18,8 +18,7 @@ class WorkMeter:
     """Adds up the work of steps.
 
     Args:
-        model: the whole model.
-        num_chips: devices that share it, tensor parallel.
+        model: the part of a model that one device holds (`ModelSpec.of_one_chip`).
         dtype: of weights and activations, by numpy's name.
         kv_cache_dtype: of pages, a key of `KV_CACHE_DTYPES`.
         peak_bytes_per_s, peak_flops_per_s: what one device can do; None where nobody knows.
@@ -29,15 +28,13 @@ class WorkMeter:
         self,
         model: ModelSpec,
         *,
-        num_chips: int = 1,
         dtype: str,
         kv_cache_dtype: str = "auto",
         peak_bytes_per_s: float | None = None,
         peak_flops_per_s: float | None = None,
     ):
-        part = model.of_one_chip(num_chips)
-        self.work = StepWork.of(part, dtype=dtype, kv_cache_dtype=kv_cache_dtype)
-        self._windows = part.window_shares
+        self.work = StepWork.of(model, dtype=dtype, kv_cache_dtype=kv_cache_dtype)
+        self._windows = model.window_shares
         self._sums = (0.0, 0, 0)  # seconds, bytes, operations
         self._last = (0.0, 0, 0)
         self._least_s = 0.0
@@ -49,14 +46,12 @@ class WorkMeter:
         model: ModelSpec,
         chip: ChipSpec | None,
         *,
-        num_chips: int = 1,
         dtype: str,
         kv_cache_dtype: str = "auto",
     ) -> "WorkMeter":
         """A meter with the peaks of the chips' table; without any for a chip that is not in it."""
         return cls(
             model,
-            num_chips=num_chips,
             dtype=dtype,
             kv_cache_dtype=kv_cache_dtype,
             peak_bytes_per_s=None if chip is None else chip.hbm_bytes_per_s,

@@ -42,6 +42,15 @@ def test_figures_are_those_of_the_command(capsys):
         ), flags
 
 
+def test_the_page_size_follows_from_the_context(capsys):
+    assert "with `--max_model_len=8192` pages have 32 tokens and not 256" in TEXT
+    sizes = []
+    for limit in ([], ["--max_model_len=8192"]):
+        main(["plan", "--model=llama-3-70b", "--chip=v5e", "--num_chips=16", "--json", *limit])
+        sizes.append(json.loads(capsys.readouterr().out)["page_size"])
+    assert sizes == [256, 32]
+
+
 def test_python_block(capsys):
     (block,) = blocks("python", TEXT)
     llm = shared_llm()

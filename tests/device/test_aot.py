@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding
 
+from jaxserve.config import AxisRules
 from jaxserve.device.aot import first_layers, shared_config
 from jaxserve.device.aot_worker import config_from
+from jaxserve.errors import ConfigError
 from jaxserve.model import sharding
 from jaxserve.model.attention import AttentionKernel
 from jaxserve.model.registry import build_model
@@ -36,13 +38,19 @@ def test_more_devices_than_kv_heads_hold_each_several_times():
     llama = CONFIGS["llama-3-70b"]
     assert shared_config(llama, 8) == llama
     assert shared_config(llama, 16) == dataclasses.replace(llama, num_kv_heads=16)
-    with pytest.raises(ValueError, match="num_kv_heads=8: 3 devices cannot share it"):
+    with pytest.raises(ConfigError, match="num_heads=64: 3 devices cannot share it"):
         shared_config(llama, 3)
 
 
 @pytest.mark.parametrize(
     ("name", "num_devices"),
-    [("llama-3-70b", 8), ("llama-3-70b", 16), ("qwen2.5-7b", 4), ("qwen3-0.6b", 2)],
+    [
+        ("llama-3-70b", 8),
+        ("llama-3-70b", 16),
+        ("qwen2.5-7b", 4),
+        ("qwen3-0.6b", 2),
+        ("smollm2-135m", 9),
+    ],
 )
 def test_a_plan_counts_the_weights_that_a_device_holds(name, num_devices):
     """Every tensor, cut as the engine cuts it."""
@@ -54,5 +62,5 @@ def test_a_plan_counts_the_weights_that_a_device_holds(name, num_devices):
     def size(leaf, spec) -> int:
         return math.prod(NamedSharding(mesh, spec).shard_shape(leaf.shape))
 
-    parts = jax.tree.map(size, params, sharding.param_specs(params, "model"))
+    parts = jax.tree.map(size, params, sharding.param_specs(params, AxisRules.over("model")))
     assert sum(jax.tree.leaves(parts)) == MODELS[name].of_one_chip(num_devices).num_params

@@ -102,6 +102,13 @@ def test_chips_that_cannot_share_a_model_are_refused(changes, message):
         dataclasses.replace(MODELS["llama-3-8b"], **changes).of_one_chip(3)
 
 
+def test_the_vocabulary_is_filled_up_and_each_axis_may_be_cut_by_itself():
+    odd = dataclasses.replace(MODELS["llama-3-8b"], vocab_size=1001)
+    assert odd.of_one_chip(2).vocab_size == 501
+    part = MODELS["llama-3-8b"].of_one_chip(4, ffn_chips=2, vocab_chips=1)
+    assert (part.num_heads, part.intermediate_size, part.vocab_size) == (8, 7168, 128256)
+
+
 def test_layers_are_counted_by_their_windows():
     spec = dataclasses.replace(MODELS["mistral-7b"], layer_windows=(None, 100, 100, 100) * 8)
     assert dict(spec.window_shares) == {None: 0.25, 100: 0.75}

@@ -106,7 +106,7 @@ def test_shares_of_known_peaks():
 
 
 def test_peaks_come_from_the_table_of_chips():
-    meter = WorkMeter.on_chip(MODELS["llama-3-8b"], CHIPS["v5e"], num_chips=8, dtype="bfloat16")
+    meter = WorkMeter.on_chip(MODELS["llama-3-8b"].of_one_chip(8), CHIPS["v5e"], dtype="bfloat16")
     stats = meter.stats()
     assert (stats.peak_bytes_per_s, stats.peak_flops_per_s) == (819e9, 197e12)
     whole = StepWork.of(MODELS["llama-3-8b"], dtype="bfloat16")
