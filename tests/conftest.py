@@ -29,9 +29,29 @@ install_import_hook(["jaxserve.model", "jaxserve.sample", "pallas_kernels"], "be
 REPOSITORY = Path(__file__).parent.parent
 REAL_MODEL = REPOSITORY / "checkpoints" / "smollm2-135m-instruct"
 
+# Files that take longest, or wait longest: where several processes share the files, they begin with these, so
+# that none of them is left alone with one at the end.
+FIRST = (
+    "tests/pallas_kernels/test_attention.py",
+    "tests/e2e/test_golden.py",
+    "tests/test_readme.py",
+    "tests/server/test_live.py",
+    "tests/e2e/test_options.py",
+    "tests/e2e/test_kv_8bit.py",
+    "tests/cli/test_on_tiny_llama.py",
+    "tests/scripts/test_device_check.py",
+    "tests/scripts/test_parity_report.py",
+    "tests/e2e/test_structured_outputs.py",
+    "tests/server/test_serve.py",
+)
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip, with the reason, what this machine cannot run and what must be asked for."""
+    """Puts the files of FIRST there. Skips, with the reason, what this machine cannot run and what must be
+    asked for.
+    """
+    places = {REPOSITORY / name: place for place, name in enumerate(FIRST)}
+    items.sort(key=lambda item: places.get(item.path, len(FIRST)))
     asked = config.getoption("markexpr") or ""
     on_request = {
         "aot": pytest.mark.skip(reason="compiles for minutes: ask with -m aot"),
@@ -48,6 +68,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(not_asked)
         if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
             item.add_marker(no_gpu)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported by now stays: the collector need not look at it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")

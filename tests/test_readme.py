@@ -30,6 +30,8 @@ FAST = [
     "--max_num_batched_tokens=16",
     "--max_num_seqs=2",
     "--kv_cache_gib=0.01",
+    "--token_buckets=4,16",
+    "--row_buckets=2",
 ]
 
 
@@ -79,6 +81,8 @@ def test_command(command, repository, tmp_path, home):
     workload = '{"id": "a", "prompt_token_ids": [1, 2, 3], "max_tokens": 4, "ignore_eos": true}\n'
     (tmp_path / "workload.jsonl").write_text(workload)
     arguments = [re.sub(r"--workload=.*", "--workload=workload.jsonl", a) for a in arguments]
+    if "--attention_interpret" in arguments:  # interpreters take long to compile
+        arguments += ["--token_buckets=8", "--row_buckets=2"]
     split = 2 if arguments[0] == "bench" else 1
     done = subprocess.run(
         [sys.executable, "-m", "jaxserve", *arguments[:split], *FAST, *arguments[split:]],

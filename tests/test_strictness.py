@@ -2,10 +2,13 @@
 
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
 import pytest
+
+from tests.conftest import FIRST, pytest_collection_modifyitems
 
 
 def test_mixed_dtypes_raise():
@@ -24,6 +27,17 @@ def test_annotations_are_checked(package):
 
     finders = [finder for finder in sys.meta_path if isinstance(finder, _JaxtypingFinder)]
     assert any(finder.should_instrument(f"{package}.anything") for finder in finders)
+
+
+def test_the_files_that_take_longest_come_first(repository, request):
+    assert all((repository / name).is_file() for name in FIRST)
+    items: list = [
+        types.SimpleNamespace(path=repository / name, get_closest_marker=lambda marker: None)
+        for name in ("a.py", *FIRST[::-1], "b.py")
+    ]
+    pytest_collection_modifyitems(request.config, items)
+    assert [str(one.path.relative_to(repository)) for one in items] == [*FIRST, "a.py", "b.py"]
+    assert "--no-loadscope-reorder" in (repository / "scripts" / "test").read_text()
 
 
 def test_the_package_itself_loads_nothing(repository):

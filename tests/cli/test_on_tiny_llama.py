@@ -15,6 +15,7 @@ from tests.cli.conftest import ROOT, read_records
 from tests.cli.test_run import TWELVE_LINES, write_lines
 
 ENGINE_FLAGS = ["--max_num_seqs=2", "--max-num-batched-tokens=8", "--max_model_len=64"]
+ENGINE_FLAGS += ["--token-buckets=2,8", "--row-buckets=2"]
 
 
 @pytest.fixture(scope="module")

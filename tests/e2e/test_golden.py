@@ -17,7 +17,8 @@ from tests.numpy_llama import log_softmax
 
 pytestmark = [pytest.mark.real_model, pytest.mark.timeout(600)]
 
-TIGHT_REQUESTS = {"w1": 12, "w2": 1, "w3": 4}
+ROOMY_REQUESTS = {"w1": 16, "w2": 1, "w3": 8}
+TIGHT_REQUESTS = {"w1": 8, "w2": 1, "w3": 3}
 GOLDEN = Path(__file__).parent.parent / "golden"
 WORKLOADS = Path(__file__).parent.parent.parent / "scripts" / "workloads"
 NEAR_TIE = 5e-4  # a gap between the two largest logits below which rounding may decide
@@ -31,7 +32,7 @@ ROOMY = {
     "row_buckets": (1, 8, 32),
 }
 # 16 tokens a step, and pages for little more than the longest request: w1 is preempted again and
-# again. A few requests of each are enough for that.
+# again.
 TIGHT = {
     "max_num_seqs": 32,
     "max_num_batched_tokens": 16,
@@ -103,7 +104,7 @@ def test_golden_prompts(real_model_directory):
 def test_workloads(real_model_directory, workload, arm):
     llm = shared_llm(real_model_directory, **(ROOMY if arm == "roomy" else TIGHT))
     before = llm.engine.stats().num_preemptions
-    lines = requests(workload)[: None if arm == "roomy" else TIGHT_REQUESTS[workload]]
+    lines = requests(workload)[: (ROOMY_REQUESTS if arm == "roomy" else TIGHT_REQUESTS)[workload]]
     outputs = run(
         llm,
         [line["prompt_token_ids"] for line in lines],
