@@ -6,6 +6,7 @@ that each device of a mesh can read its own part.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,10 @@ _CHUNK_BYTES = 8 << 20
 class _OneByOne(type_handlers.NumpyHandler):
     """Writes arrays that are read first, each gone before the next."""
 
+    def __init__(self) -> None:
+        super().__init__(deepcopy_host_arrays=False)
+        self._under_way: Sequence[Any] = ()
+
     async def serialize(
         self,
         values: Sequence[Any],
@@ -32,10 +37,17 @@ class _OneByOne(type_handlers.NumpyHandler):
         given = args or [type_handlers.SaveArgs()] * len(values)
         for value, info, arg in zip(values, infos, given, strict=True):
             array = await asyncio.to_thread(value.read)
-            for future in await super().serialize([array], [info], [arg]):
+            self._under_way = await super().serialize([array], [info], [arg])
+            for future in self._under_way:
                 await asyncio.to_thread(future.result)
             del array
         return []
+
+    def settle(self) -> None:
+        """Waits for the thread that writes an array: whoever was interrupted may then remove the folder."""
+        for future in self._under_way:
+            with contextlib.suppress(Exception):
+                future.result()
 
 
 def save_params(folder: Path, params: Iterable[UnreadParam]) -> None:
@@ -55,8 +67,9 @@ def save_params(folder: Path, params: Iterable[UnreadParam]) -> None:
         for key in outer:
             node = node.setdefault(key, {})
         node[last] = param
+    handler = _OneByOne()
     registry = type_handlers.create_type_handler_registry(
-        (UnreadParam, _OneByOne(deepcopy_host_arrays=False)),
+        (UnreadParam, handler),
         (jax.Array, type_handlers.ArrayHandler()),  # there is none, but Orbax warns without it
     )
     pytree_handler = ocp.PyTreeCheckpointHandler(
@@ -70,6 +83,8 @@ def save_params(folder: Path, params: Iterable[UnreadParam]) -> None:
         raise
     except Exception as error:
         raise CheckpointError(f"{folder}: Orbax could not write it: {error}") from error
+    finally:
+        handler.settle()
 
 
 def _like(tree: dict[str, Any], leaf: Any) -> dict[str, Any]:

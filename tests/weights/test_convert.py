@@ -186,7 +186,7 @@ def test_bad_arguments(tmp_path):
         convert(TINY, tmp_path / "file" / "out", format="safetensors")
 
 
-# Ends the process, as kill -9 does, at one call of one function.
+# Ends the process, as kill -9 or Ctrl-C do, at one call of one function.
 DIE = """
 import os, signal, sys
 from pathlib import Path
@@ -197,7 +197,7 @@ real, calls = getattr(module, name), [0]
 def dying(*args, **kwargs):
     calls[0] += 1
     if calls[0] == count:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.{signal})
     return real(*args, **kwargs)
 setattr(module, name, dying)
 convert.convert({source!r}, Path({target!r}), format={format!r}, max_shard_bytes=300_000)
@@ -216,12 +216,29 @@ MOMENTS = {
 }
 
 
+def stopped(
+    where: tuple[str, str, int], target: Path, format: str, signal_name: str
+) -> subprocess.CompletedProcess:
+    code = DIE.format(
+        where=where, source=str(TINY), target=str(target), format=format, signal=signal_name
+    )
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=240)
+
+
+@pytest.mark.parametrize("format", convert_module.FORMATS)
+def test_an_interrupted_convert_leaves_nothing(tmp_path, format):
+    """Not even where Orbax's threads still write."""
+    for where in MOMENTS[format][:2]:
+        done = stopped(where, tmp_path / "out", format, "SIGINT")
+        assert done.stderr.decode().rstrip().endswith("KeyboardInterrupt")
+        assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("format", convert_module.FORMATS)
 def test_a_killed_convert_leaves_nothing_that_loads(tmp_path, format):
     target = tmp_path / "out"
     for where in MOMENTS[format]:
-        code = DIE.format(where=where, source=str(TINY), target=str(target), format=format)
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=240)
+        done = stopped(where, target, format, "SIGKILL")
         assert done.returncode == -signal.SIGKILL, done.stderr.decode()
         assert not target.exists()
         left = list(tmp_path.iterdir())
