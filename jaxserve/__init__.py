@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         SchedulerConfig,
     )
     from jaxserve.engine import Engine
+    from jaxserve.follower import follow_leader
     from jaxserve.llm import LLM
     from jaxserve.model.training import full_forward, init_params
     from jaxserve.model_config import ModelConfig
@@ -45,6 +46,7 @@ _HOME_OF = {
     "SchedulerConfig": "jaxserve.config",
     "Score": "jaxserve.score",
     "build_engine": "jaxserve.build.from_params",
+    "follow_leader": "jaxserve.follower",
     "full_forward": "jaxserve.model.training",
     "init_params": "jaxserve.model.training",
     "load_model": "jaxserve.weights.load_model",
@@ -68,6 +70,7 @@ __all__ = [
     "Score",
     "__version__",
     "build_engine",
+    "follow_leader",
     "full_forward",
     "init_params",
     "load_model",

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from jaxserve.errors import ConfigError, shown
 from jaxserve.field_names import checks_names, closest
+from jaxserve.multihost.config import ProcessConfig
 
 DTYPES = ("auto", "float32", "bfloat16")
 # What `kv_cache_dtype` may be -> the element type that numpy and jax call it by; None = the model's.
@@ -306,6 +307,7 @@ class EngineConfig:
         cache: the page pool.
         scheduler: the step's limits.
         parallel: how devices share the work.
+        processes: who else runs this engine.
 
     Raises:
         ConfigError: a value outside its range, or of the wrong type.
@@ -321,6 +323,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    processes: ProcessConfig = field(default_factory=ProcessConfig)
 
     def __post_init__(self) -> None:
         _check_choice("dtype", self.dtype, DTYPES)
@@ -349,6 +352,7 @@ class EngineConfig:
             "cache": CacheConfig,
             "scheduler": SchedulerConfig,
             "parallel": ParallelConfig,
+            "processes": ProcessConfig,
         }
         taken: set[str] = set()
         built = {}

@@ -80,7 +80,7 @@ class Executor(Protocol):
         the layers start, and the rest with `give_masks`."""
         ...
 
-    def prepare_params(self, params: object) -> object:
+    def prepare_params(self, params: object) -> Any:
         """Other weights, checked and on the device, beside those in use; for `use_params`.
 
         Raises:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from jaxserve.config import EngineConfig
 from jaxserve.echo import with_prompt, with_prompts_first
 from jaxserve.engine import Engine
-from jaxserve.errors import InvalidRequestError, shown
+from jaxserve.errors import ConfigError, InvalidRequestError, shown
 from jaxserve.field_checks import plain
 from jaxserve.generation_config import sampling_defaults
 from jaxserve.llm_arguments import (
@@ -26,6 +26,7 @@ from jaxserve.llm_arguments import (
     one_per_prompt,
 )
 from jaxserve.prepare import Preparer
+from jaxserve.replicas.engine import ReplicatedEngine
 from jaxserve.request import CacheSalt, Request, RequestOutput, merge_outputs
 from jaxserve.sampling_params import BeamParams, SamplingParams
 from jaxserve.score import Score, score_of, score_request, starts_of
@@ -34,6 +35,7 @@ from jaxserve.weights.load_model import load_model
 
 if TYPE_CHECKING:
     from jaxserve.build.from_loaded import StartupTimes
+    from jaxserve.multihost.leader import Followers
 
 
 class LLM:
@@ -55,6 +57,7 @@ class LLM:
 
     def __init__(self, model: str, *, generation_config: str = "auto", **options: object):
         config = EngineConfig.from_options(options)
+        self._followers = _meet_followers(config) if config.processes.are_several else None
         loaded = load_model(model, config, wait=False)
         #: What a prompt without sampling params is decoded with.
         self.default_sampling_params = SamplingParams(
@@ -62,9 +65,9 @@ class LLM:
         )
         from jaxserve.build.from_loaded import build_loaded  # half a second, while weights are read
 
-        self.engine: Engine
+        self.engine: Engine | ReplicatedEngine
         self.startup: StartupTimes
-        self.engine, self.startup = build_loaded(config, loaded)
+        self.engine, self.startup = build_loaded(config, loaded, followers=self._followers)
         self._tokenizer = loaded.tokenizer
         #: What the tokenizer adds to requests on their way into the engine.
         self.preparer = Preparer(
@@ -77,6 +80,17 @@ class LLM:
         # step releases goes to the inbox of the caller that waits for it, else to whoever calls `step`.
         self._inboxes: dict[str, deque[RequestOutput]] = {}
         self._unclaimed: list[RequestOutput] = []
+
+    def close(self) -> str | None:
+        """Ends the other processes of the engine, where there are any; nothing can be run afterwards.
+
+        Returns:
+            Which of them was lost before; None where none was.
+        """
+        if self._followers is None:
+            return None
+        self._followers.close(reason=self._followers.fault)
+        return self._followers.fault
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -349,3 +363,22 @@ class LLM:
         finally:  # a bad prompt or Ctrl-C: the others must not stay behind in the engine
             for request_id in added:
                 self._forget(request_id)
+
+
+def _meet_followers(config: EngineConfig) -> "Followers":
+    """The other processes of the engine, once all of them are there.
+
+    Raises:
+        ConfigError: this is one of them; they did not come, or have other settings.
+    """
+    from jaxserve.build.join import join_processes
+    from jaxserve.multihost.leader import Followers
+
+    if not config.processes.is_leader:
+        raise ConfigError(
+            f"process_id={config.processes.process_id}: only process 0 has an engine; the others call "
+            "jaxserve.follow_leader"
+        )
+    followers = join_processes(config)
+    assert isinstance(followers, Followers)
+    return followers

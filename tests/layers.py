@@ -2,7 +2,7 @@
 
     cli, __main__                                                              9
     server, cluster                                                            8
-    llm, llm_arguments, prepare, async_engine, the package's own __init__               7
+    llm, follower, llm_arguments, prepare, async_engine, the package's own __init__               7
     build                                                                      6
     device, weights, plan.simulate                                             5
     engine, step_loop, sleep, turns, weights_switch, groups, replicas, multihost   4
@@ -58,6 +58,7 @@ LEVELS = {
     "jaxserve.plan.simulate": 5,
     "jaxserve.build": 6,
     "jaxserve.llm": 7,
+    "jaxserve.follower": 7,
     "jaxserve.llm_arguments": 7,
     "jaxserve.prepare": 7,
     "jaxserve.async_engine": 7,

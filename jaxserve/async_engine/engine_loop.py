@@ -84,6 +84,7 @@ class Served(NamedTuple):
     engine: Engine | ReplicatedEngine
     preparer: Preparer
     model: ServedModel
+    close: Callable[[], object] = lambda: None  # called when the loop has ended
 
 
 def serve_line(make: Callable[[], Served], line: Line, clock: StepClock) -> None:
@@ -114,6 +115,7 @@ def serve_line(make: Callable[[], Served], line: Line, clock: StepClock) -> None
         reason = f"the engine's loop failed: {type(error).__name__}: {error}"
     finally:
         clock.end()
+        served.close()
     line.send(Ended(reason))
 
 
@@ -127,7 +129,7 @@ class EngineLoop:
     """
 
     def __init__(self, served: Served, line: Line, clock: StepClock):
-        self._engine, self._preparer, _ = served
+        self._engine, self._preparer = served.engine, served.preparer
         self._line = line
         self._clock = clock
         self._preparations = Preparations(served.preparer, line.wake)

@@ -21,7 +21,8 @@ def load_served(model: str, generation_config: str, options: Mapping[str, object
     """Loads a model and compiles; arguments and errors are those of `LLM`."""
     from jaxserve.llm import LLM  # imports jax
 
-    return served_llm(LLM(model, generation_config=generation_config, **options), path=model)
+    llm = LLM(model, generation_config=generation_config, **options)
+    return served_llm(llm, path=model)._replace(close=llm.close)
 
 
 def served_llm(llm: "LLM", *, path: str = "") -> Served:

@@ -8,11 +8,14 @@ import dataclasses
 import logging
 import time
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jaxserve.build.join import check_processes
 from jaxserve.build.kept_programs import count_programs, program_store, use_compilation_cache
+from jaxserve.build.replicas import copy_to, place_replicas
 from jaxserve.config import EngineConfig, SchedulerConfig
 from jaxserve.device.calibration import find_kv_scales
 from jaxserve.device.calibration_text import calibration_ids
@@ -30,12 +33,16 @@ from jaxserve.device.programs import lower_traced
 from jaxserve.device.step_shapes import StepShapes
 from jaxserve.engine import Engine
 from jaxserve.errors import ConfigError
+from jaxserve.executor import Executor
 from jaxserve.model.kv_scales import KVScales
 from jaxserve.model.registry import ModelFunctions, Params, build_model
 from jaxserve.model_config import ModelConfig
+from jaxserve.multihost.follower import Leader
+from jaxserve.multihost.leader import Followers, LeaderExecutor
 from jaxserve.plan.capacity import PoolSize
 from jaxserve.plan.chips import chip_of_device
 from jaxserve.plan.models import ModelSpec
+from jaxserve.replicas.engine import ReplicatedEngine
 from jaxserve.schedule.buckets import Buckets
 from jaxserve.schedule.build import build_scheduler
 from jaxserve.schedule.work_meter import WorkMeter
@@ -43,6 +50,8 @@ from jaxserve.weights.load_model import LoadedModel
 from jaxserve.weights.param_stream import ParamStream
 from pallas_kernels import dispatch
 from pallas_kernels.ragged_paged_attention.layout import is_8bit
+
+AnyEngine = Engine | ReplicatedEngine
 
 _LOG = logging.getLogger(__name__)
 
@@ -64,24 +73,63 @@ def build_loaded(
     *,
     mesh: jax.sharding.Mesh | None = None,
     own: bool = False,
-) -> tuple[Engine, StartupTimes]:
-    """Puts the params on the device, compiles every program, makes the pages.
+    followers: Followers | None = None,
+) -> tuple[AnyEngine, StartupTimes]:
+    """Puts the params on the devices, compiles every program, makes the pages.
 
     Args:
         config: settings; "auto" values are resolved here and what was chosen is logged once.
         loaded: the model and its params.
-        mesh: the devices to run on; None = the default one, or the first `tensor_parallel_size`.
+        mesh: the devices to run on; None = the default one, or as many as the settings need.
         own: numpy arrays among the params may be written to afterwards, so they are copied.
+        followers: the other processes, where several run the engine together.
 
     Returns:
-        (an engine with nothing left to compile, where the time went).
+        (an engine with nothing left to compile, or as many as `data_parallel_size` says behind one face;
+        where the time went).
 
     Raises:
         ConfigError: a setting that this model, backend or machine cannot serve.
     """
-    if config.parallel.data_parallel_size > 1:
-        raise ConfigError(f"data_parallel_size must be 1, got {config.parallel.data_parallel_size}")
-    placement = Placement.make(config.parallel, mesh)
+    parts = _build_parts(config, loaded, mesh, own, followers)
+    executors: list[Executor] = [*parts.executors]
+    if followers is not None:
+        executors = [LeaderExecutor(parts.executors[0], followers)]
+    engines = [_build_engine(config, loaded, parts, executor) for executor in executors]
+    return (ReplicatedEngine(engines) if len(engines) > 1 else engines[0]), parts.times
+
+
+def build_follower(config: EngineConfig, loaded: LoadedModel, leader: Leader) -> DeviceExecutor:
+    """This process's part of an engine that several run together; arguments and errors as of
+    `build_loaded`.
+
+    Args:
+        leader: the line to the process that has the engine.
+    """
+    (executor,) = _build_parts(config, loaded, None, False, leader).executors
+    return executor
+
+
+class _Parts(NamedTuple):
+    """Everything under an engine, or under each of several."""
+
+    executors: list[DeviceExecutor]
+    shapes: StepShapes  # of the first; the others' differ in the devices
+    num_host_pages: int
+    max_model_len: int
+    times: StartupTimes
+
+
+def _build_parts(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    mesh: jax.sharding.Mesh | None,
+    own: bool,
+    processes: Followers | Leader | None,
+) -> _Parts:
+    placement, *others = place_replicas(config.parallel, mesh)
+    if processes is not None:
+        check_processes(config, placement)
     cache_dir = config.compilation_cache_dir
     can_keep = cache_dir is not None and use_compilation_cache(cache_dir)
     begin = time.monotonic()
@@ -94,9 +142,38 @@ def build_loaded(
     load_s = loaded.load_s + time.monotonic() - begin
 
     lower = program_store(config, shapes, can_keep=can_keep) or lower_traced
-    pool = choose_pool_size(config, max_model_len, shapes, lower)
-    shapes = dataclasses.replace(shapes, num_pages=pool.num_pages)
-    num_host_pages = choose_host_pages(config, shapes, pool)
+    count = 1 + len(others)
+    pool = choose_pool_size(config, max_model_len, shapes, lower, num_replicas=count)
+    num_pages = pool.num_pages
+    num_host_pages = choose_host_pages(config, shapes, pool, num_replicas=count)
+    if processes is not None:  # what the smallest has room for
+        num_pages = processes.agree("num_pages", num_pages)
+        num_host_pages = processes.agree("num_host_pages", num_host_pages)
+    shapes = dataclasses.replace(shapes, num_pages=num_pages)
+    executors = [_build_executor(config, shapes, params, kv_scales, num_host_pages, can_keep)]
+    for other in others:
+        of_other = _choose_shapes(config, loaded, max_model_len, other)[0]
+        of_other = dataclasses.replace(of_other, num_pages=num_pages)
+        given = copy_to(params, other), copy_to(kv_scales, other)
+        executors.append(_build_executor(config, of_other, *given, num_host_pages, can_keep))
+    _log_choices(explanation, max_model_len, shapes, pool, num_host_pages, num_replicas=count)
+    times = StartupTimes(
+        load_s=load_s,
+        compile_s=sum(executor.compile_s for executor in executors),
+        warm_s=sum(executor.warm_s for executor in executors),
+    )
+    return _Parts(executors, shapes, num_host_pages, max_model_len, times)
+
+
+def _build_executor(
+    config: EngineConfig,
+    shapes: StepShapes,
+    params: Params,
+    kv_scales: list[KVScales] | None,
+    num_host_pages: int,
+    can_keep: bool,
+) -> DeviceExecutor:
+    """One with everything compiled."""
     store = program_store(config, shapes, can_keep=can_keep)
     executor = DeviceExecutor(
         shapes,
@@ -110,28 +187,32 @@ def build_loaded(
     executor.warm_up()
     if store is not None:
         store.prune()
-    engine = Engine(
+    return executor
+
+
+def _build_engine(
+    config: EngineConfig, loaded: LoadedModel, parts: _Parts, executor: Executor
+) -> Engine:
+    shapes = parts.shapes
+    return Engine(
         executor=executor,
         scheduler=build_scheduler(
             config.scheduler,
             config.cache,
-            num_pages=pool.num_pages,
+            num_pages=shapes.num_pages,
             page_size=shapes.page_size,
-            max_model_len=max_model_len,
-            num_host_pages=num_host_pages,
+            max_model_len=parts.max_model_len,
+            num_host_pages=parts.num_host_pages,
             costs=executor.costs,
             buckets=shapes.buckets,
         ),
         vocab_size=shapes.num_ids,
-        max_model_len=max_model_len,
+        max_model_len=parts.max_model_len,
         eos_token_ids=loaded.eos_token_ids,
         seed=config.seed,
         async_scheduling=config.scheduler.async_scheduling,
         meter=_meter(config, shapes),
     )
-    _log_choices(explanation, max_model_len, shapes, pool, num_host_pages)
-    times = StartupTimes(load_s=load_s, compile_s=executor.compile_s, warm_s=executor.warm_s)
-    return engine, times
 
 
 def _meter(config: EngineConfig, shapes: StepShapes) -> WorkMeter:
@@ -208,15 +289,23 @@ def _num_token_ids(loaded: LoadedModel) -> int:
 
 
 def _log_choices(
-    explanation: str, max_model_len: int, shapes: StepShapes, pool: PoolSize, num_host_pages: int
+    explanation: str,
+    max_model_len: int,
+    shapes: StepShapes,
+    pool: PoolSize,
+    num_host_pages: int,
+    *,
+    num_replicas: int,
 ) -> None:
     """What was chosen, in one line."""
     num_devices = len(shapes.placement.devices)
     padding = shapes.model.config.vocab_size - shapes.num_ids
     _LOG.info(
-        "%s%s, dtype %s, kv_cache_dtype %s, max_model_len %d, %d KV pages of %d tokens (%.2f GiB, by %s)%s%s",
+        "%s%s%s, dtype %s, kv_cache_dtype %s, max_model_len %d, "
+        "%d KV pages of %d tokens (%.2f GiB, by %s)%s%s",
         explanation,
         f" on {num_devices} devices" if num_devices > 1 else "",
+        f", {num_replicas} replicas with each" if num_replicas > 1 else "",
         jnp.dtype(shapes.dtype).name,
         shapes.kv_cache_dtype,
         max_model_len,

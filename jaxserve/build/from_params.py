@@ -20,6 +20,7 @@ from jaxserve.errors import ConfigError, shown
 from jaxserve.field_checks import is_int, plain
 from jaxserve.model.kv_scales import GivenKVScales
 from jaxserve.model_config import ModelConfig
+from jaxserve.replicas.engine import ReplicatedEngine
 from jaxserve.weights.load_model import LoadedModel
 
 
@@ -32,7 +33,7 @@ def build_engine(
     eos_token_ids: Iterable[int] | None = None,
     num_token_ids: int | None = None,
     kv_scales: GivenKVScales | None = None,
-) -> Engine:
+) -> Engine | ReplicatedEngine:
     """An engine with everything compiled; `Engine.add` and `Engine.step` drive it.
 
     Args:

@@ -18,6 +18,7 @@ from jaxserve.cli.flag_types import (
     define_float,
     define_integer,
 )
+from jaxserve.cli.parallel_flags import PARALLEL_OPTIONS
 from jaxserve.cli.scheduling_flags import define_scheduling
 from jaxserve.cli.standard_streams import say
 from jaxserve.config import DTYPES, KV_CACHE_DTYPES, CacheConfig, EngineConfig
@@ -200,7 +201,8 @@ def _shipped_backends() -> list[str]:
 def engine_options(flag_values: flags.FlagValues) -> dict[str, object]:
     """The engine flags as options of `LLM`; `check_engine_options` checks them."""
     given: dict[str, Any] = flag_values.flag_values_dict()
-    options: dict[str, object] = {name: given[name] for name in _ENGINE_OPTIONS}
+    names = [*_ENGINE_OPTIONS, *(name for name in PARALLEL_OPTIONS if name in given)]
+    options: dict[str, object] = {name: given[name] for name in names}
     cache_dir = given["compilation_cache_dir"]
     options["compilation_cache_dir"] = str(Path(cache_dir).expanduser()) if cache_dir else None
     return options

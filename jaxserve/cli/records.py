@@ -210,6 +210,10 @@ class EngineRecords(AbstractContextManager["EngineRecords"]):
             self._stats_file = StatsFile(write, engine.stats, flags.stats_interval_s)
             self._observers.append(self._stats_file)
         if flags.schedule_log is not None:
+            if engine.stats().num_replicas > 1:
+                raise UsageError(
+                    "--schedule_log: a log is of one engine, --data_parallel_size makes several"
+                )
             header = LogHeader.of(
                 engine.stats(),
                 version=__version__,

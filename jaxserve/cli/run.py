@@ -28,6 +28,13 @@ from jaxserve.cli.flags import (
 from jaxserve.cli.openai_lines import EitherParser, OpenAiParser
 from jaxserve.cli.output_files import partial_path
 from jaxserve.cli.output_lock import OutputLock
+from jaxserve.cli.parallel_flags import (
+    define_parallel,
+    end_others_at_exit,
+    follow,
+    follows,
+    have_others,
+)
 from jaxserve.cli.progress import make_progress
 from jaxserve.cli.records import EngineRecords
 from jaxserve.cli.request_line import LineParser
@@ -89,6 +96,7 @@ def run_flags() -> flags.FlagValues:
     )
     define_sampling(values)
     define_engine(values)
+    define_parallel(values)
     flags.DEFINE_enum(
         "scheduling",
         EngineConfig().scheduler.scheduling,
@@ -122,6 +130,8 @@ def main(argv: Sequence[str]) -> int:
         if not job.has_work:
             write_stdout(job.sampling_sources().explain(_seed(job)))
             return 0
+        if follows(job.engine_options):
+            return follow(job.model, job.engine_options)
         lock = OutputLock(job.output_file)
         stop.clean_up_with(lock.release)
         with lock:
@@ -141,6 +151,8 @@ def _run(job: RunJob, lock: OutputLock, stop: StopSignals) -> int:
         _move_the_last_records(job, recovered)
         return 1 if recovered.num_failed else 0
     llm = text_engine.load_llm(job.model, job.engine_options)
+    if have_others(job.engine_options):
+        end_others_at_exit(llm)
     parser = _parser(job, source, sampling, llm)
     identity = _check_engine(job, identity, llm)
     stop.defer()

@@ -20,6 +20,7 @@ from jaxserve.cli.flags import (
     define_general,
     engine_options,
 )
+from jaxserve.cli.parallel_flags import define_parallel, follow, follows
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.generation_config import FILE, MODES
@@ -93,6 +94,7 @@ def serve_flags() -> flags.FlagValues:
     _define_limits(group)
     _define_api(group)
     define_engine(values)
+    define_parallel(values)
     flags.DEFINE_enum(
         "scheduling",
         EngineConfig().scheduler.scheduling,
@@ -286,6 +288,8 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(
             f"the server needs the package {error.name}: pip install 'jaxserve[serve]'"
         ) from None
+    if follows(options):
+        return follow(given["model"], options)
     resolve_model(given["model"])  # raises what the engine's process would, two seconds later
     return run_server(
         config,

@@ -75,6 +75,8 @@ class TextEngine(Protocol):
 
     def step(self) -> list[RequestOutput]: ...
 
+    def close(self) -> str | None: ...
+
 
 def add_line(llm: TextEngine, request_id: str, line: RequestLine) -> list[int]:
     """Queues a line.

@@ -135,7 +135,12 @@ def layers_per_program(kinds: Sequence[LayerKind]) -> int:
 
 
 def choose_pool_size(
-    config: EngineConfig, max_model_len: int, shapes: StepShapes, lower: Lowering = lower_traced
+    config: EngineConfig,
+    max_model_len: int,
+    shapes: StepShapes,
+    lower: Lowering = lower_traced,
+    *,
+    num_replicas: int = 1,
 ) -> PoolSize:
     """How many pages to make, by the settings and by what the devices have free now. Where several
     share the model, bytes are those of all parts of a page together.
@@ -145,6 +150,7 @@ def choose_pool_size(
         max_model_len: longest context in tokens.
         shapes: of the engine, with any number of pages; its largest programs may be compiled.
         lower: how those are lowered.
+        num_replicas: so many pools of this size are made; where the device is the CPU in the same memory.
 
     Raises:
         ConfigError: the pool would hold no page, or more bytes than are free.
@@ -156,7 +162,9 @@ def choose_pool_size(
     by_memory = cache.num_pages is None and cache.kv_cache_gib is None
     utilization = cache.memory_utilization if by_memory else 1.0
     free = min(free_bytes(device, utilization) for device in placement.own_devices)
-    if not on_cpu:  # host RAM is not partitioned: what programs take there is not set aside
+    if on_cpu:
+        free //= num_replicas
+    else:  # host RAM is not partitioned: what programs take there is not set aside
         free -= largest_step_bytes(shapes, lower) + count_table_bytes(shapes)
         free -= device_bytes(shapes) if cache.host_kv_gib else 0
         free *= num_parts
@@ -178,13 +186,16 @@ def choose_pool_size(
     )
 
 
-def choose_host_pages(config: EngineConfig, shapes: StepShapes, pool: PoolSize) -> int:
+def choose_host_pages(
+    config: EngineConfig, shapes: StepShapes, pool: PoolSize, *, num_replicas: int = 1
+) -> int:
     """How many pages to keep in host RAM; 0 where host_kv_gib is 0.
 
     Args:
         config: the settings.
         shapes: of the engine.
         pool: the pages on the device; where that is the CPU they are in host RAM too.
+        num_replicas: each has so many.
 
     Raises:
         ConfigError: host_kv_gib is less than a page takes, or more than is free.
@@ -199,5 +210,5 @@ def choose_host_pages(config: EngineConfig, shapes: StepShapes, pool: PoolSize) 
             page_size=shapes.page_size,
             dtype=jnp.dtype(shapes.kv_dtype).name,
         ),
-        free_bytes=free_host_bytes() - (pool.num_bytes if on_cpu else 0),
+        free_bytes=free_host_bytes() // num_replicas - (pool.num_bytes if on_cpu else 0),
     )

@@ -6,7 +6,7 @@ Made by the executor, one per submitted batch. Invariant: whatever went wrong in
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -77,7 +77,7 @@ class DeviceStep:
         with contextlib.suppress(Exception):  # `result` raises it
             jax.block_until_ready(self._arrays())
 
-    def _arrays(self) -> list[jax.Array]:
+    def _arrays(self) -> list[Any]:
         return jax.tree.leaves(list(self._outputs))
 
     def result(self) -> SampledTokens:

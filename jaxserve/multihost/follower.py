@@ -48,6 +48,14 @@ class Leader:
         except PeerGone as error:
             raise ProcessLostError(f"process 0, the leader, is gone: {error}") from error
 
+    def agree(self, name: str, value: int) -> int:
+        """See `Followers.agree`."""
+        self.tell("value", {"name": name, "value": value})
+        message = self.next_message()
+        if message.kind != "agreed":
+            raise WireError(f"the leader says {message.kind!r} where it should say what {name} is")
+        return message.fields["value"]
+
     def close(self) -> None:
         """Nothing is told any more; the leader sees it."""
         self._wire.close()

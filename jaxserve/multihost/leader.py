@@ -91,6 +91,25 @@ class Followers:
             found[process_id] = message.fields
         return found
 
+    def agree(self, name: str, value: int) -> int:
+        """The smallest of what all processes say.
+
+        Args:
+            name: of the number; every process asks for the same ones in the same order.
+            value: this process's.
+
+        Raises:
+            ProcessLostError: a follower is gone, or at another question.
+        """
+        said = self.ask("value")
+        for process_id, fields in said.items():
+            if fields["name"] != name:
+                self._set_fault(f"process {process_id} says {fields['name']}, not {name}")
+        self.require_all()
+        least = min([value, *(fields["value"] for fields in said.values())])
+        self.tell("agreed", {"value": least})
+        return least
+
     def require_all(self) -> None:
         """Raises ProcessLostError where a follower is lost."""
         if self.fault is not None:

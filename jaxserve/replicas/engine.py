@@ -19,7 +19,7 @@ from typing import Any
 
 from jaxserve.engine import Engine
 from jaxserve.errors import InvalidRequestError, shown
-from jaxserve.executor import StepHandle
+from jaxserve.executor import Executor, StepHandle
 from jaxserve.groups.make import Grammars, Watchers
 from jaxserve.replicas.merged_stats import merge_stats
 from jaxserve.replicas.router import Router
@@ -58,6 +58,11 @@ class ReplicatedEngine:
         )
         self._first_ready = FirstReady(len(engines))
         self._outputs: list[RequestOutput] = []  # taken from an engine, not handed out yet
+
+    @property
+    def executor(self) -> Executor:
+        """Of the first engine; the others have the same programs."""
+        return self.engines[0].executor
 
     def add(self, request: Request, watcher: Watchers = None, grammar: Grammars = None) -> None:
         """Queues a request on the replica that the router names."""
