@@ -7,9 +7,9 @@
 
 and the programs of R rows of logits, in `row_programs.py`.
 
-Cutting a step here makes a few small programs instead of len(T) x len(R) large ones: every run of
-layers shares one program, and a step that samples nothing (the middle of a long prompt) skips the
-head.
+Cutting a step here makes a few small programs instead of len(T) x len(R) large ones: runs of layers
+share one program, or one for each sort of run where layers differ in window or rope, and a step that
+samples nothing (the middle of a long prompt) skips the head.
 """
 
 from typing import NamedTuple
