@@ -11,8 +11,9 @@ is run any more: every call raises `ProcessLostError`, for the processes may be 
 """
 
 import contextlib
+import functools
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -110,6 +111,10 @@ class Followers:
         self.tell("agreed", {"value": least})
         return least
 
+    def give_up(self, fault: str) -> None:
+        """Nothing is run from now on."""
+        self.fault = self.fault or fault
+
     def require_all(self) -> None:
         """Raises ProcessLostError where a follower is lost."""
         if self.fault is not None:
@@ -166,7 +171,8 @@ class LeaderExecutor:
     """Runs steps here and on all followers; meets `jaxserve.executor.Executor`.
 
     Args:
-        executor: runs this process's part.
+        executor: runs this process's part. It is called by a thread of its own: a device that waits for that
+            of a lost follower may hold up any call for ever, and whoever steps the engine is told instead.
         followers: run theirs; warmed up as this one.
     """
 
@@ -174,15 +180,12 @@ class LeaderExecutor:
         self._executor = executor
         self._followers = followers
         self._num_prepared = 0
-        self._in_call: str | None = None  # still set when the next call comes: one was cut short
+        self._telling: str | None = None  # still set when the next call comes: one was cut short
         self._wakes: SimpleQueue[None] = SimpleQueue()
-        self._to_wait_for: SimpleQueue[StepHandle] = SimpleQueue()
+        self._calls: SimpleQueue[_Call] = SimpleQueue()
         followers.wake_on_fault(self._wakes)
         threading.Thread(
-            target=_wait_for_each,
-            args=(self._to_wait_for, self._wakes),
-            name="leader-waits",
-            daemon=True,
+            target=_make_calls, args=(self._calls, self._wakes), name="leader-calls", daemon=True
         ).start()
 
     @property
@@ -206,84 +209,94 @@ class LeaderExecutor:
     def submit(self, batch: DeviceBatch) -> "LeaderStep":
         """Tells the followers first: a step may wait, while it is sent, for what others compute."""
         fields, arrays = encode_batch(batch)
-        self._begin("submit")
-        self._followers.tell("submit", fields, arrays)
-        handle = self._executor.submit(batch)
-        self._in_call = None
-        return LeaderStep(handle, self)
+        submit = functools.partial(self._executor.submit, batch)
+        return LeaderStep(self.call_with_all("submit", fields, arrays, submit), self)
 
     def prepare_params(self, params: object) -> "LeaderParams":
         """Sends the followers all params, array by array: numpy, or arrays that this process has whole.
 
         Raises:
-            ConfigError: they are not as the engine's own; nothing was changed, in no process.
+            ConfigError: they are not as the engine's own, which each follower finds too; nothing was
+                changed, in no process.
             ProcessLostError: a follower is gone.
         """
         messages = encode_params(params)
         self._begin("prepare_params")
         for fields, arrays in messages:
             self._followers.tell("param", fields, arrays)
+        self._telling = None
         self._num_prepared += 1
-        self._followers.tell("prepare_params", {"number": self._num_prepared})
-        try:
-            own = self._executor.prepare_params(params)
-        except ConfigError:  # each follower finds the same
-            self._in_call = None
-            raise
-        self._in_call = None
-        return LeaderParams(self._num_prepared, own)
+        number, prepare = self._num_prepared, self._executor.prepare_params
+        call = functools.partial(prepare, params)
+        return LeaderParams(
+            number, self.call_with_all("prepare_params", {"number": number}, [], call)
+        )
 
     def use_params(self, prepared: "LeaderParams") -> None:
         """As of every process's executor."""
-        self._begin("use_params")
-        self._followers.tell("use_params", {"number": prepared.number})
-        self._executor.use_params(prepared.own)
-        self._in_call = None
+        use = functools.partial(self._executor.use_params, prepared.own)
+        self.call_with_all("use_params", {"number": prepared.number}, [], use)
 
     def release(self, *, params: bool) -> None:
         """As of every process's executor."""
-        self._begin("release")
-        self._followers.tell("release", {"params": params})
-        self._executor.release(params=params)
-        self._in_call = None
+        release = functools.partial(self._executor.release, params=params)
+        self.call_with_all("release", {"params": params}, [], release)
 
     def reset(self) -> None:
         """As of every process's executor."""
-        self._begin("reset")
-        self._followers.tell("reset")
-        self._executor.reset()
-        self._in_call = None
+        self.call_with_all("reset", {}, [], self._executor.reset)
 
     def close(self) -> None:
         """Ends the followers; nothing can be run afterwards."""
         self._followers.close(reason=self._followers.fault)
 
-    def give_masks(self, handle: StepHandle, masks: np.ndarray) -> None:
-        """For `LeaderStep`."""
-        self._begin("give_masks")
-        self._followers.tell("masks", {}, [masks])
-        handle.give_masks(masks)
-        self._in_call = None
+    def call_with_all(
+        self,
+        kind: str,
+        fields: Mapping[str, Any],
+        arrays: list[np.ndarray],
+        call: Callable[[], Any],
+    ) -> Any:
+        """Tells the followers, then makes a call of this process's part; what it returns or raises."""
+        self._begin(kind)
+        self._followers.tell(kind, fields, arrays)
+        made = _Call(call)
+        self._calls.put(made)
+        self._telling = None  # an interrupt from here on cuts nothing short: the call is made
+        try:
+            return self._outcome(made)
+        except ConfigError:  # the followers find the same
+            raise
+        except Exception as error:
+            self._followers.give_up(f"{kind} failed in process 0: {type(error).__name__}: {error}")
+            raise
 
-    def wait(self, handle: StepHandle) -> None:
-        """Returns when a step is ready.
+    def call(self, call: Callable[[], Any]) -> Any:
+        """Makes a call of this process's part alone, that every process makes by itself.
 
         Raises:
-            ProcessLostError: a follower is gone, so it may never be.
+            ProcessLostError: a follower is gone, so it may never return.
         """
-        if not handle.is_ready():
-            self._to_wait_for.put(handle)
-        while not handle.is_ready():
+        made = _Call(call)
+        self._calls.put(made)
+        return self._outcome(made)
+
+    def _outcome(self, made: "_Call") -> Any:
+        while not made.is_done:
             self._followers.require_all()
             self._wakes.get()
+        if made.error is not None:
+            self._followers.require_all()  # what a device raises then is not the cause
+            raise made.error
+        return made.value
 
-    def _begin(self, call: str) -> None:
-        if self._in_call is not None:
-            self._followers.fault = self._followers.fault or (
-                f"{self._in_call} was cut short between two processes: they are at different steps"
+    def _begin(self, kind: str) -> None:
+        if self._telling is not None:
+            self._followers.give_up(
+                f"{self._telling} was cut short between two processes: they are at different steps"
             )
         self._followers.require_all()
-        self._in_call = call
+        self._telling = kind
 
 
 class LeaderStep:
@@ -295,7 +308,8 @@ class LeaderStep:
 
     def give_masks(self, masks: np.ndarray) -> None:
         """See `StepHandle`; the followers get them too."""
-        self._executor.give_masks(self._handle, masks)
+        give = functools.partial(self._handle.give_masks, masks)
+        self._executor.call_with_all("masks", {}, [masks], give)
 
     def is_ready(self) -> bool:
         """See `StepHandle`."""
@@ -311,13 +325,29 @@ class LeaderStep:
         Raises:
             ProcessLostError: a follower is gone.
         """
-        self._executor.wait(self._handle)
-        return self._handle.result()
+        return self._executor.call(self._handle.result)
 
 
-def _wait_for_each(handles: "SimpleQueue[StepHandle]", wakes: "SimpleQueue[None]") -> None:
+class _Call:
+    """A call that another thread makes, and how it went."""
+
+    def __init__(self, call: Callable[[], Any]):
+        self._call = call
+        self.is_done = False
+        self.value: Any = None
+        self.error: BaseException | None = None
+
+    def make(self) -> None:
+        try:
+            self.value = self._call()
+        except BaseException as error:  # noqa: BLE001 - raised by whoever asked
+            self.error = error
+        self.is_done = True
+
+
+def _make_calls(calls: "SimpleQueue[_Call]", wakes: "SimpleQueue[None]") -> None:
     while True:
-        handle = handles.get()
-        handle.wait()
-        del handle
+        made = calls.get()
+        made.make()
+        del made  # while it waits for the next one, this one's arrays may go
         wakes.put(None)

@@ -142,24 +142,40 @@ def test_a_call_that_is_cut_short_between_two_processes_ends_the_run():
     engine, run = make_run()
     engine.add(request("a", [1, 2, 3]))
 
-    class Interrupt(BaseException):
-        pass
+    tell = run.followers.tell
 
-    submit = run.own.submit
+    def cut(kind, *arguments):
+        tell(kind, *arguments)
+        raise KeyboardInterrupt
 
-    def cut(batch):
-        raise Interrupt
-
-    run.own.submit = cut  # type: ignore[method-assign]
-    with pytest.raises(Interrupt):
+    run.followers.tell = cut  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
         engine.step()
-    run.own.submit = submit  # type: ignore[method-assign]
+    run.followers.tell = tell  # type: ignore[method-assign]
     for _ in range(2):
         with pytest.raises(ProcessLostError, match="submit was cut short between two processes"):
             engine.step()
     run.leader.close()
     run.join()
     assert "cut short" in str(run.ends[1])
+
+
+def test_a_leader_that_fails_where_its_followers_do_not_stops():
+    engine, run = make_run()
+    engine.add(request("a", [1, 2, 3], max_tokens=50))
+    engine.step()
+    assert isinstance(run.own, Recording)
+    run.own.fails_at = run.own.num_steps
+    with pytest.raises(RuntimeError, match="out of memory"):
+        step_until_it_raises(engine)
+    run.own.fails_at = -1
+    with pytest.raises(
+        ProcessLostError, match="submit failed in process 0: RuntimeError: out of memory"
+    ):
+        engine.step()
+    run.leader.close()
+    run.join()
+    assert "failed in process 0" in str(run.ends[1])
 
 
 def test_a_follower_that_fails_says_why_and_the_leader_stops():
@@ -178,14 +194,12 @@ def test_a_follower_that_fails_says_why_and_the_leader_stops():
     assert "out of memory" in str(run.ends[1])
 
 
-def test_a_follower_that_is_gone_ends_a_wait_that_would_never_end():
+@pytest.mark.parametrize("hangs_in", ["submit", "result"])
+def test_a_follower_that_is_gone_ends_a_call_that_would_never_end(hangs_in):
     engine, run = make_run(num_followers=1)
 
     class Never(FakeHandle):
-        def is_ready(self):
-            return False
-
-        def wait(self):
+        def result(self):
             time.sleep(1000)
 
     submit = run.own.submit
@@ -193,6 +207,8 @@ def test_a_follower_that_is_gone_ends_a_wait_that_would_never_end():
     def stuck(batch):
         handle = submit(batch)
         run.wires[0].close()
+        if hangs_in == "submit":
+            time.sleep(1000)
         return Never(handle._sampled, handle._run)
 
     run.own.submit = stuck  # type: ignore[method-assign]
