@@ -3,7 +3,7 @@
 Used by `jaxserve plan --aot` (`aot_worker`) and by the scripts that compile for TPUs and GPUs. The device
 holds params, pages and the table of penalties once and, while a program runs, what that program takes
 besides; so HBM is the sum of the first and the most of the second. Invariant: the programs are those that
-`StepShapes` gives the executor, placed by `model.sharding`; nothing is written again here.
+`StepShapes` gives the executor, placed as it says; nothing is written again here.
 """
 
 import collections
@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
 from jaxserve.config import AxisRules
 from jaxserve.device.aot_target import (
@@ -24,11 +23,11 @@ from jaxserve.device.aot_target import (
     look_at,
     refusal,
 )
-from jaxserve.device.programs import Program
+from jaxserve.device.placement import Placement
 from jaxserve.device.step_shapes import StepShapes
 from jaxserve.model import sharding
 from jaxserve.model.attention import AttentionKernel
-from jaxserve.model.registry import ModelFunctions, build_model
+from jaxserve.model.registry import build_model
 from jaxserve.model_config import ModelConfig
 from jaxserve.schedule.buckets import Buckets
 from pallas_kernels import dispatch
@@ -127,10 +126,11 @@ def step_shapes(
     Raises:
         ValueError: the devices cannot share the model.
     """
-    config = shared_config(config, target.num_devices)
     mesh = target.context if target.num_devices > 1 else None
+    kernel = AttentionKernel(backend=backend, mesh=mesh, axis=AXIS)
+    shares = sharding.Shares.even(target.num_devices)
     return StepShapes(
-        model=build_model(config, dtype, AttentionKernel(backend=backend, mesh=mesh, axis=AXIS)),
+        model=build_model(config, dtype, kernel, shares),
         buckets=buckets,
         num_pages=num_pages,
         page_size=page_size,
@@ -139,39 +139,16 @@ def step_shapes(
         dtype=dtype,
         kv_dtype=kv_dtype,
         layers_per_program=config.num_layers,
+        num_token_ids=config.vocab_size,
+        placement=Placement(mesh=target.mesh, rules=AxisRules.over(AXIS)),
     )
 
 
-def argument_specs(program: Program, model: ModelFunctions, layout: str) -> tuple:
-    """How the arguments of one of the engine's programs are cut."""
-    params = sharding.param_specs(model.abstract_params, AxisRules.over(AXIS))
-    pages = [sharding.pages_spec(layout, AXIS)] * model.config.num_layers
-    return {
-        "embed": (params["embed"], P(), P()),
-        "layers": (model.layer_params(params), pages, P(), P(), P(), P(AXIS)),
-        "select": (P(), P(), P()),
-        # The head leaves each device the logits of its own tokens.
-        "head": (model.head_params(params), P()),
-        "process": (P(None, AXIS), P(None, AXIS), P(), P(), P()),
-        "sample": (P(None, AXIS), P(None, AXIS), P()),
-        "count": (P(None, AXIS), P(), P()),
-        "load_counts": (P(None, AXIS), P(), P(), P(), P()),
-        "candidates": (P(None, AXIS), P(None, AXIS), P()),
-        "gather_scored": (P(), P()),
-        "score": (model.head_params(params), P(), P()),
-        "score_top": (model.head_params(params), P(), P()),
-    }[program.key[0]]
-
-
-def layer_bytes(shapes: StepShapes, target: Target) -> tuple[int, int]:
+def layer_bytes(shapes: StepShapes) -> tuple[int, int]:
     """Bytes that one device holds: (of one layer, params and pages; of embedding, norm and head)."""
-    params = target.place(
-        shapes.model.abstract_params,
-        sharding.param_specs(shapes.model.abstract_params, AxisRules.over(AXIS)),
-    )
-    pages = target.place(shapes.abstract_pages()[0], sharding.pages_spec(shapes.layout, AXIS))
+    params = dict(shapes.served_params)
     layers = params.pop("layers")
-    return local_bytes((layers[0], pages)), local_bytes(params)
+    return local_bytes((layers[0], shapes.abstract_pages()[0])), local_bytes(params)
 
 
 def compile_step(
@@ -190,21 +167,23 @@ def compile_step(
     Returns:
         What was found; a program that is refused ends it, and is the fault.
     """
-    one, rest = layer_bytes(shapes, target)
+    one, rest = layer_bytes(shapes)
     resident = shapes.model.config.num_layers * one + rest
-    resident += local_bytes(target.place(shapes.abstract_counts, P(None, AXIS)))
-    scales = target.place(shapes.abstract_scales(), P(AXIS))
-    resident += local_bytes(scales)
+    resident += local_bytes((shapes.abstract_counts, shapes.abstract_scales()))
     most = temp = code = 0
     seconds, faults, exchanged = 0.0, [], {}
     for program in shapes.programs():
         kind = program.key[0]
-        specs = argument_specs(program, shapes.model, shapes.layout)
-        arguments = target.place(program.arguments, specs)
+        arguments = program.arguments
         pools = arguments[1][0].data if kind == "layers" else ()
         donated = [arguments[i] for i in program.donated]
         try:
-            compiled, spent = target.compile(program.function, *arguments, donate=program.donated)
+            compiled, spent = target.compile(
+                program.function,
+                *arguments,
+                donate=program.donated,
+                out_shardings=program.out_shardings,
+            )
         except REFUSALS as error:
             return CompiledStep(layer_bytes=one, fault=f"{kind}: {refusal(error)}")
         look(compiled)

@@ -62,11 +62,14 @@ class Target:
 
         return jax.tree.map(one, specs, tree, is_leaf=lambda leaf: isinstance(leaf, P))
 
-    def compile(self, function, *arguments, donate: tuple[int, ...] = ()):
+    def compile(
+        self, function, *arguments, donate: tuple[int, ...] = (), out_shardings: Any = None
+    ):
         """(compiled, seconds)."""
         begin = time.monotonic()
+        pinned = {} if out_shardings is None else {"out_shardings": out_shardings}
         with jax.sharding.use_abstract_mesh(self.context):
-            lowered = jax.jit(function, donate_argnums=donate).lower(*arguments)
+            lowered = jax.jit(function, donate_argnums=donate, **pinned).lower(*arguments)
         return lowered.compile(), time.monotonic() - begin
 
 

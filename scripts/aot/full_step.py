@@ -63,7 +63,7 @@ def pick_depth(name: str, layers: str, backend: str, target: Target, hbm_bytes: 
     config = MODELS[name]
     if layers != "all":
         return min(int(layers), config.num_layers)
-    one, rest = aot.layer_bytes(step_shapes(config, backend, target), target)
+    one, rest = aot.layer_bytes(step_shapes(config, backend, target))
     return min(config.num_layers, (hbm_bytes - SPARE_BYTES - rest) // one)
 
 
