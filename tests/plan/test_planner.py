@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -125,8 +126,6 @@ def test_weights_of_a_plan_are_those_of_the_params():
 
 
 def bytes_of(tree) -> int:
-    import jax
-
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
