@@ -5,7 +5,8 @@ header and the shards are laid out first; then each tensor goes through memory i
 large it is. The layout is that of `safetensors`, which reads it.
 
 Invariant: within a file the tensors lie back to back, those of wider elements first, so that each
-begins at a multiple of its element's size.
+begins at a multiple of its element's size, and then by name: the same tensors make the same bytes as
+with the `safetensors` library.
 """
 
 import json
@@ -130,7 +131,7 @@ def write_file(path: Path, tensors: Iterable[UnwrittenTensor]) -> None:
         CheckpointError: a tensor gave other elements than it said.
         OSError: it cannot be written.
     """
-    in_order = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
+    in_order = sorted(tensors, key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
     with path.open("wb") as file:
         file.write(_header(in_order))
         for tensor in in_order:
