@@ -165,8 +165,11 @@ def _windows(metadata: "_Metadata", config: Mapping[str, Any]) -> dict[str, Any]
         and not (config["attention_bias"] or config["mlp_bias"])
     ):
         return _MISTRAL | {"sliding_window": window}
-    is_list = isinstance(pattern, list) and all(isinstance(one, bool) for one in pattern)
-    if model_type not in ("qwen2", "qwen3", "smollm3") or not is_list:
+    if not (
+        model_type in ("qwen2", "qwen3", "smollm3")
+        and isinstance(pattern, list)
+        and all(isinstance(one, bool) for one in pattern)
+    ):
         raise metadata.error(
             "attention.sliding_window",
             f"0 for this family, or >= context_length ({config['max_position_embeddings']}),"
