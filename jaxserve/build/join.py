@@ -22,7 +22,7 @@ from jax.experimental import multihost_utils
 
 from jaxserve.config import EngineConfig
 from jaxserve.device.placement import Placement
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, ProcessLostError
 from jaxserve.multihost.config import ProcessConfig
 from jaxserve.multihost.follower import Leader
 from jaxserve.multihost.leader import Followers
@@ -36,6 +36,7 @@ from jaxserve.multihost.wire import (
 
 CONNECT_S = 60.0  # for the lines, once everybody has met; a proof takes no longer than _PROOF_S
 _PROOF_S = 10.0
+_SHUTDOWN_S = 30  # for the others, at the end
 
 _LOG = logging.getLogger(__name__)
 
@@ -64,19 +65,23 @@ def join_processes(
     if not processes.are_several:
         return None
     _check(config)
-    _meet(processes)
+    leave = _meet(processes)
     settings = _settings(config)
     if not processes.is_leader:
         numbers = multihost_utils.broadcast_one_to_all(np.zeros(1 + SECRET_BYTES, np.int32))
-        leader = Leader(_connect(processes, np.asarray(numbers)), on_lost)
+        leader = Leader(_connect(processes, np.asarray(numbers)), on_lost, leave)
         leader.tell("settings", settings)
-        leader.next_message()  # raises where the leader ends instead
+        try:
+            leader.next_message()  # raises where the leader ends instead
+        except ProcessLostError:
+            leave()
+            raise
         return leader
     with _listen(processes) as server:
         secret = secrets.token_bytes(SECRET_BYTES)
         numbers = np.array([server.getsockname()[1], *secret], np.int32)
         multihost_utils.broadcast_one_to_all(numbers)
-        followers = Followers(_accept(server, secret, processes.num_processes))
+        followers = Followers(_accept(server, secret, processes.num_processes), leave)
     faults = [
         f"process {process_id} has {difference}"
         for process_id, theirs in followers.ask("settings").items()
@@ -85,6 +90,7 @@ def join_processes(
     if faults:
         reason = f"the processes were started with different settings: {'; '.join(faults)}"
         followers.close(reason=reason)
+        leave()
         raise ConfigError(reason)
     followers.tell("go")
     return followers
@@ -116,11 +122,17 @@ def check_processes(config: EngineConfig, placement: Placement) -> None:
         )
 
 
-def _meet(processes: ProcessConfig) -> None:
+def _meet(processes: ProcessConfig) -> Callable[[], object]:
+    """Returns what ends it: a process whose coordinator is gone is killed by jax, so all leave together."""
+    leave: Callable[[], object] = lambda: None  # noqa: E731 - its caller has initialized jax, and ends it
     if not jax.distributed.is_initialized():
+        leave = jax.distributed.shutdown
         try:
             jax.distributed.initialize(
-                processes.coordinator_address, processes.num_processes, processes.process_id
+                processes.coordinator_address,
+                processes.num_processes,
+                processes.process_id,
+                shutdown_timeout_seconds=_SHUTDOWN_S,
             )
         except RuntimeError as error:
             raise ConfigError(
@@ -133,6 +145,7 @@ def _meet(processes: ProcessConfig) -> None:
             f"num_processes={processes.num_processes}, process_id={processes.process_id}: jax was "
             f"initialized with {found[0]} and {found[1]}"
         )
+    return leave
 
 
 def _settings(config: EngineConfig) -> dict[str, Any]:

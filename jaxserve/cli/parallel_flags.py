@@ -6,10 +6,11 @@ never returns, and libraries wait for it too when they are torn down.
 """
 
 import atexit
+import contextlib
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn, Protocol
 
 from absl import flags
@@ -85,6 +86,17 @@ def follow(model: str, options: Mapping[str, Any]) -> int:
     return 0
 
 
+@contextlib.contextmanager
+def joining(options: Mapping[str, object]) -> Iterator[None]:
+    """Around what meets the other processes: if it fails, this process ends without waiting for them."""
+    try:
+        yield
+    except BaseException:
+        if have_others(options):  # registered last, so it comes before what jax has registered
+            atexit.register(_leave)
+        raise
+
+
 def end_others_at_exit(llm: _Closes) -> None:
     """Tells the followers of an `LLM` that the run is over, when this process ends."""
 
@@ -96,8 +108,9 @@ def end_others_at_exit(llm: _Closes) -> None:
     atexit.register(end)
 
 
-def _leave(reason: str) -> NoReturn:
-    say(f"jaxserve: {reason}")
+def _leave(reason: str | None = None) -> NoReturn:
+    if reason is not None:
+        say(f"jaxserve: {reason}")
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(EXIT_COULD_NOT_RUN)

@@ -34,6 +34,7 @@ from jaxserve.cli.parallel_flags import (
     follow,
     follows,
     have_others,
+    joining,
 )
 from jaxserve.cli.progress import make_progress
 from jaxserve.cli.records import EngineRecords
@@ -150,7 +151,8 @@ def _run(job: RunJob, lock: OutputLock, stop: StopSignals) -> int:
         stop.defer()
         _move_the_last_records(job, recovered)
         return 1 if recovered.num_failed else 0
-    llm = text_engine.load_llm(job.model, job.engine_options)
+    with joining(job.engine_options):
+        llm = text_engine.load_llm(job.model, job.engine_options)
     if have_others(job.engine_options):
         end_others_at_exit(llm)
     parser = _parser(job, source, sampling, llm)

@@ -29,9 +29,16 @@ class Leader:
     Args:
         wire: to it.
         on_lost: told, in a thread of its own, why nothing more will come; not when the leader ends in order.
+        leave: called when the run has ended in order; may wait for the others to end too.
     """
 
-    def __init__(self, wire: Wire, on_lost: Callable[[str], None]):
+    def __init__(
+        self,
+        wire: Wire,
+        on_lost: Callable[[str], None],
+        leave: Callable[[], object] = lambda: None,
+    ):
+        self.leave = leave
         self._wire = wire
         self._on_lost = on_lost
         self._messages: SimpleQueue[Message] = SimpleQueue()
@@ -99,6 +106,7 @@ def follow(executor: Executor, leader: Leader) -> None:
     """
     try:
         _Follower(executor, leader).run()
+        leader.leave()
     except ProcessLostError:
         raise
     except Exception as error:

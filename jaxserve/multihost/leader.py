@@ -32,10 +32,12 @@ class Followers:
 
     Args:
         wires: by process_id.
+        leave: called when the run has ended in order; may wait for the followers to end too.
     """
 
-    def __init__(self, wires: Mapping[int, Wire]):
+    def __init__(self, wires: Mapping[int, Wire], leave: Callable[[], object] = lambda: None):
         self._wires = dict(wires)
+        self._leave = leave
         self.fault: str | None = None
         self._ends = False
         self._answers: dict[int, SimpleQueue[Message]] = {i: SimpleQueue() for i in self._wires}
@@ -132,6 +134,8 @@ class Followers:
         for wire in self._wires.values():
             with contextlib.suppress(PeerGone):  # it has ended too
                 wire.send("end", {"reason": reason})
+        if reason is None and self.fault is None:
+            self._leave()
 
     def _listen(self, process_id: int, wire: Wire) -> None:
         """In a thread: what one follower says, until it is gone."""

@@ -30,6 +30,24 @@ def test_values_that_fit_no_run_are_refused_before_anything_is_loaded(arguments,
     assert message in capsys.readouterr().err
 
 
+def test_a_start_that_fails_does_not_wait_for_the_others(monkeypatch):
+    registered = []
+    monkeypatch.setattr(parallel_flags.atexit, "register", registered.append)
+    for count in (1, 2):
+        with (
+            pytest.raises(ValueError, match="no"),
+            parallel_flags.joining({"num_processes": count}),
+        ):
+            raise ValueError("no")
+    with parallel_flags.joining({"num_processes": 2}):
+        pass
+    (leave,) = registered
+    ended = []
+    monkeypatch.setattr(parallel_flags.os, "_exit", ended.append)
+    leave()
+    assert ended == [2]
+
+
 class Lost:
     """An `LLM` one of whose processes is gone."""
 

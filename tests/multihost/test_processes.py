@@ -107,4 +107,4 @@ def test_a_leader_that_dies_ends_its_followers(pair):
     assert leader.returncode == 3
     _, errors = follower.communicate(timeout=60)
     assert "process 0, the leader, is gone" in errors
-    assert follower.returncode == 5
+    assert follower.returncode in (4, 5)  # by the thread that steps, or the one that listens
