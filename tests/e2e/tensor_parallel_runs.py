@@ -50,9 +50,10 @@ Given = tuple[dict[str, Any], ModelConfig]
 def build(given: Given, size: int, mesh: jax.sharding.Mesh | None = None, **options: Any) -> Engine:
     params, config = given
     options = OPTIONS | {"tensor_parallel_size": size} | options
-    return build_engine(
+    engine = build_engine(
         params=params, model_config=config, config=EngineConfig.from_options(options), mesh=mesh
     )
+    return cast(Engine, engine)
 
 
 def run(engine: Engine, requests: Mapping[str, tuple[list[int], Mapping[str, Any]]]) -> dict:
@@ -115,7 +116,7 @@ def params(fields: Mapping[str, Any]) -> SamplingParams:
 
 def load(model: Path, size: int, **options: Any) -> Engine:
     """As `build`, from a checkpoint: weights go to the devices one by one as they are read."""
-    return LLM(str(model), tensor_parallel_size=size, **(OPTIONS | options)).engine
+    return cast(Engine, LLM(str(model), tensor_parallel_size=size, **(OPTIONS | options)).engine)
 
 
 def all_work(engine: Engine, other: Given) -> dict:
@@ -208,6 +209,7 @@ def started_again(given: Given, keep: Mapping[str, Any]) -> dict:
 
 def refusals(given: Given) -> Iterator[str]:
     """What is said of what cannot be."""
+    build_any: Any = build
     devices = np.array(jax.devices())
     flat = jax.sharding.Mesh(devices, ("model",))
     for size, mesh, options in (
@@ -220,7 +222,7 @@ def refusals(given: Given) -> Iterator[str]:
         (1, "model", {}),
     ):
         try:
-            build(given, size, mesh, **options)  # type: ignore[arg-type]
+            build_any(given, size, mesh, **options)
         except ConfigError as error:
             yield str(error)
         else:
@@ -232,7 +234,7 @@ def main(folder: Path) -> dict:
     jax.config.update("jax_numpy_rank_promotion", "raise")
     made = [make_random_llama(folder / str(seed), CONFIG, seed=seed) for seed in (0, 1)]
     given, other = (load_params(open_checkpoint(one), np.dtype(np.float32)) for one in made)
-    keep = {"compilation_cache_dir": folder / "kept"}
+    keep: dict[str, Any] = {"compilation_cache_dir": folder / "kept"}
     found: dict[str, Any] = {}
     for size in (1, 4):
         found[str(size)] = all_work(build(given, size), other)
