@@ -31,6 +31,7 @@ EXPECTED = {
     "max_tokens": 5,
 }
 SMALL = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "max_model_len": 64, "num_pages": 20}
+SMALL |= {"token_buckets": (8,), "row_buckets": (2,)}
 
 
 def test_fields_that_a_checkpoint_sets():

@@ -11,11 +11,11 @@ from jaxserve.device.compile_counter import CompileCounter
 from jaxserve.device.programs import Program, ProgramTable
 from jaxserve.request import SamplingParams
 from jaxserve.schedule.buckets import Bucket
-from tests.llms import greedy, shared_llm
+from tests.llms import WHOLE_LADDERS, greedy, shared_llm
 
 
 def test_nothing_compiles_after_warm_up():
-    llm = shared_llm()
+    llm = shared_llm(**WHOLE_LADDERS)
     llm.generate([[1, 2, 3]], greedy(2))
     counter = CompileCounter()
     mixes = [

@@ -10,6 +10,7 @@ from jaxserve.llm import LLM
 from tests.llms import TINY, greedy, shared_llm
 
 SMALL = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "max_model_len": 256, "num_pages": 20}
+SMALL |= {"token_buckets": (32,), "row_buckets": (2,)}
 STRICT = """\
 {%- if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif -%}
 {%- for m in messages %}

@@ -12,18 +12,18 @@ from jaxserve.request import SamplingParams
 from jaxserve.sampling_params import BeamParams
 from tests import numpy_llama
 from tests.e2e.test_memory import CACHED
-from tests.llms import FEW_BUCKETS, TINY, greedy, shared_llm, stream_all
+from tests.llms import TINY, WHOLE_LADDERS, greedy, shared_llm, stream_all
 
 ODD_BUDGET = {"max_num_batched_tokens": 7, "token_buckets": (3, 7), "row_buckets": (4,)}
 ARMS = {
-    "plain": {},
+    "whole_ladders": WHOLE_LADDERS,
     "small_pages": CACHED,
     "one_token_steps": {"max_num_batched_tokens": 1},
     "odd_budget": ODD_BUDGET | {"page_size": 8},
     "one_at_a_time": {"max_num_seqs": 1, "token_buckets": (4, 32)},
-    "static": {"scheduling": "static"} | FEW_BUCKETS,
-    "reference": {"attention_backend": "reference", "page_size": 16} | FEW_BUCKETS,
-    "xla": {"attention_backend": "xla"} | FEW_BUCKETS,
+    "static": {"scheduling": "static"},
+    "reference": {"attention_backend": "reference", "page_size": 16},
+    "xla": {"attention_backend": "xla"},
 }
 NUM_TOKENS = 8
 
@@ -54,7 +54,7 @@ def test_c11_greedy_equals_the_full_context_forward(arm):
 
 def test_c46_every_way_of_stepping_gives_the_same_and_compiles_nothing(monkeypatch):
     """One step behind, one at a time, several decode steps in one; choices, draws and chunks."""
-    llm = shared_llm()
+    llm = shared_llm(**WHOLE_LADDERS)
     counter = CompileCounter()
     params = [
         greedy(NUM_TOKENS),

@@ -20,6 +20,7 @@ V = TOKENIZER.get_vocab_size()
 NUM_ROWS = V + 20  # of the head: the last have no token
 END = TOKENIZER.token_to_id("<|im_end|>")
 ROOMY = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 256, "page_size": 4}
+ROOMY |= {"token_buckets": (4, 16), "row_buckets": (4,)}
 AB = {
     "type": "object",
     "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}},
