@@ -8,12 +8,12 @@ Invariant: a `ModelConfig` that exists can be served. All families are one model
 flag cannot say is refused where a config is read.
 """
 
-import math
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from jaxserve.errors import CheckpointError, shown
-from jaxserve.rope_config import RopeConfig
+from jaxserve.field_checks import is_int, is_real
+from jaxserve.rope_config import RopeConfig, check_float32
 
 ARCHITECTURES = (
     "llama",
@@ -39,6 +39,7 @@ _SIZES = (
     "head_dim",
     "max_position_embeddings",
 )
+_FLAGS = ("tie_word_embeddings", "qkv_bias", "o_bias", "mlp_bias", "qk_norm")
 _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
 
 
@@ -135,24 +136,29 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise CheckpointError(f"head_dim must be even (rope turns pairs), got {self.head_dim}")
+        if not isinstance(self.rope, RopeConfig):
+            raise CheckpointError(f"rope must be a RopeConfig, got {shown(self.rope)}")
         self.rope.rotary_dim(self.head_dim)
+        for name in _FLAGS:
+            _check_bool(name, getattr(self, name))
         self._check_numbers()
         self._check_layers()
 
     def _check_numbers(self) -> None:
-        if not (math.isfinite(self.rms_norm_eps) and self.rms_norm_eps >= 0):
-            raise CheckpointError(
-                f"rms_norm_eps must be a finite number >= 0, got {self.rms_norm_eps!r}"
-            )
+        eps = self.rms_norm_eps
+        if not (is_real(eps) and eps >= 0):
+            raise CheckpointError(f"rms_norm_eps must be a finite number >= 0, got {shown(eps)}")
+        if eps:
+            check_float32("rms_norm_eps", eps)
         attention = () if self.attention_multiplier is None else ("attention_multiplier",)
         for name in (*_MULTIPLIERS, *attention):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise CheckpointError(f"{name} must be a finite number > 0, got {value!r}")
+            check_float32(name, getattr(self, name))
 
     def _check_layers(self) -> None:
         for name in ("layer_windows", "rope_layers"):
             given = getattr(self, name)
+            if given is not None and not isinstance(given, tuple):
+                raise CheckpointError(f"{name} must be a tuple or None, got {shown(given)}")
             if given is not None and len(given) != self.num_layers:
                 raise CheckpointError(
                     f"{name} must be {self.num_layers} entries, one per layer, got {len(given)}"
@@ -160,6 +166,8 @@ class ModelConfig:
         for window in self.layer_windows or ():
             if window is not None:
                 _check_int("sliding_window", window, MAX_INT)
+        for has_rope in self.rope_layers or ():
+            _check_bool("rope_layers", has_rope)
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
@@ -183,7 +191,7 @@ class ModelConfig:
         limit = self.max_position_embeddings
         if self.rope.rope_type in ("yarn", "dynamic"):
             original = self.rope.original_max_position_embeddings or limit
-            limit = max(limit, int(original * self.rope.factor))
+            limit = max(limit, min(int(original * self.rope.factor), MAX_INT))
         return limit
 
     def at_context(self, max_model_len: int) -> "ModelConfig":
@@ -200,6 +208,11 @@ class ModelConfig:
         return replace(self, rope=self.rope.at_context(max_model_len), layer_windows=windows)
 
 
+def _check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise CheckpointError(f"{name} must be True or False, got {shown(value)}")
+
+
 def _check_int(name: str, value: object, limit: int) -> None:
-    if not (isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= limit):
+    if not (is_int(value) and 1 <= value <= limit):  # type: ignore[operator]
         raise CheckpointError(f"{name} must be an integer in [1, {limit}], got {shown(value)}")

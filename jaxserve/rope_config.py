@@ -6,14 +6,31 @@ Made by `hf_config`; `model/rope.py` computes frequencies from it. Invariant: th
 on `context_len`, the longest text that is served: exactly what a text of that length gets.
 """
 
-import math
 from dataclasses import dataclass, replace
 
 from jaxserve.errors import CheckpointError, shown
+from jaxserve.field_checks import is_int, is_real
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _BY_ORIGINAL = ("dynamic", "llama3", "yarn", "longrope")
 _BY_CONTEXT = ("dynamic", "longrope")
+MAX_FACTOR = (
+    2**31 - 1
+)  # a context that is stretched from one token to the longest that an i32 can count
+LEAST_FLOAT32, LARGEST_FLOAT32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+
+
+def check_float32(name: str, value: object) -> None:
+    """Raises CheckpointError unless a number is > 0 in float32, in which layers compute: what that rounds
+    to 0 or to infinity becomes NaN in a product or a quotient.
+    """
+    if not (is_real(value) and value > 0):  # type: ignore[operator]
+        raise CheckpointError(f"{name} must be a finite number > 0, got {shown(value)}")
+    if not LEAST_FLOAT32 <= value <= LARGEST_FLOAT32:  # type: ignore[operator]
+        raise CheckpointError(
+            f"{name} must be in [{LEAST_FLOAT32:g}, {LARGEST_FLOAT32:g}] as float32 is, "
+            f"got {shown(value)}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +80,12 @@ class RopeConfig:
                 f"rope_type must be one of {', '.join(ROPE_TYPES)}, got {self.rope_type!r}"
             )
         self._check_numbers()
+        for name in ("original_max_position_embeddings", "context_len"):
+            value = getattr(self, name)
+            if value is not None and not (is_int(value) and 1 <= value <= MAX_FACTOR):
+                raise CheckpointError(
+                    f"rope {name} must be an integer in [1, {MAX_FACTOR}], got {shown(value)}"
+                )
         for name, types in (
             ("original_max_position_embeddings", _BY_ORIGINAL),
             ("context_len", _BY_CONTEXT),
@@ -89,19 +112,24 @@ class RopeConfig:
             "beta_slow",
             "attention_factor",
         ):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise CheckpointError(f"rope {name} must be a finite number > 0, got {value!r}")
-        if not 0 < self.partial_rotary_factor <= 1:
+            check_float32(f"rope {name}", getattr(self, name))
+        if self.factor > MAX_FACTOR:
+            raise CheckpointError(f"rope factor must be <= {MAX_FACTOR}, got {self.factor!r}")
+        if self.rope_type == "yarn" and self.theta <= 1:
             raise CheckpointError(
-                f"partial_rotary_factor must be in (0, 1], got {self.partial_rotary_factor!r}"
+                f"rope theta must be > 1 for rope_type 'yarn', got {self.theta!r}"
             )
+        partial = self.partial_rotary_factor
+        if not (is_real(partial) and 0 < partial <= 1):
+            raise CheckpointError(f"partial_rotary_factor must be in (0, 1], got {shown(partial)}")
         for name in ("short_factors", "long_factors"):
             values = getattr(self, name)
-            if not all(math.isfinite(value) and value > 0 for value in values):
+            if not isinstance(values, tuple):
                 raise CheckpointError(
-                    f"rope {name} must be finite numbers > 0, got {shown(list(values))}"
+                    f"rope {name} must be a tuple of numbers, got {shown(values)}"
                 )
+            for value in values:
+                check_float32(f"rope {name}", value)
 
     def rotary_dim(self, head_dim: int) -> int:
         """How many of a head's dimensions are turned.

@@ -64,6 +64,7 @@ def test_only_rope_extends_a_context_beyond_what_the_file_says():
     assert scaled("yarn", factor=8.0).longest_context == 1024
     assert scaled("yarn", factor=2.0).longest_context == 512
     assert scaled("dynamic", factor=6.0, context_len=128).longest_context == 768
+    assert scaled("yarn", factor=2.0**31 - 1).longest_context == 2**31 - 1
 
 
 @pytest.mark.parametrize(
@@ -75,6 +76,14 @@ def test_only_rope_extends_a_context_beyond_what_the_file_says():
         ({"layer_windows": (0,) * 4}, r"sliding_window must be an integer in \[1, .*got 0"),
         ({"residual_multiplier": 0.0}, "residual_multiplier must be a finite number > 0, got 0.0"),
         ({"attention_multiplier": float("nan")}, "attention_multiplier must be a finite number"),
+        ({"rope": None}, "rope must be a RopeConfig, got None"),
+        ({"qk_norm": 1}, "qk_norm must be True or False, got 1"),
+        ({"layer_windows": [8] * 4}, r"layer_windows must be a tuple or None, got \[8"),
+        ({"rope_layers": (1, 0, 1, 0)}, "rope_layers must be True or False, got 1"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps must be a finite number >= 0, got '1e-6'"),
+        ({"rms_norm_eps": 1e39}, r"rms_norm_eps must be in \[1.17549e-38, .*got 1e\+39"),
+        ({"logits_scaling": 1e-320}, "logits_scaling must be in .* as float32 is, got 1e-320"),
+        ({"embedding_multiplier": 1e308}, r"embedding_multiplier must be in .*got 1e\+308"),
         ({"head_dim": 15}, "head_dim must be even .*got 15"),
         ({"num_layers": 1025}, r"num_layers must be an integer in \[1, 1024\], got 1025"),
         ({"rms_norm_eps": -1.0}, "rms_norm_eps must be a finite number >= 0, got -1.0"),

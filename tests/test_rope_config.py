@@ -17,9 +17,20 @@ from jaxserve.rope_config import RopeConfig
             "rope_type 'dynamic' needs context_len, got None",
         ),
         ({"theta": 0.0}, "rope theta must be a finite number > 0, got 0.0"),
+        ({"theta": 1e-320}, "rope theta must be in .* as float32 is, got 1e-320"),
+        ({"theta": 10**400}, "rope theta must be a finite number > 0, got an integer of 1329 bits"),
+        ({"factor": 1e30}, r"rope factor must be <= 2147483647, got 1e\+30"),
+        (
+            {"rope_type": "yarn", "original_max_position_embeddings": 8, "theta": 1.0},
+            "rope theta must be > 1 for rope_type 'yarn', got 1.0",
+        ),
+        (
+            {"original_max_position_embeddings": 0},
+            r"must be an integer in \[1, 2147483647\], got 0",
+        ),
         ({"attention_factor": float("inf")}, "rope attention_factor must be a finite number"),
         ({"partial_rotary_factor": 0.0}, r"partial_rotary_factor must be in \(0, 1\], got 0.0"),
-        ({"long_factors": (1.0, -1.0)}, r"rope long_factors must be finite numbers > 0, got \["),
+        ({"long_factors": (1.0, -1.0)}, "rope long_factors must be a finite number > 0, got -1.0"),
     ],
 )
 def test_fields_out_of_range_are_refused(fields, message):

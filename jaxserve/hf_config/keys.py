@@ -4,17 +4,12 @@ Used by the modules beside it. Invariant: a value that comes out is of the type 
 was asked for; whatever else is refused by file, key, limit and value.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from jaxserve.errors import CheckpointError, shown
+from jaxserve.field_checks import is_int, is_real
 from jaxserve.model_config import MAX_INT
-
-
-def is_int(value: object) -> bool:
-    """Whether it is an integer and no truth value."""
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 class Keys:
@@ -66,9 +61,7 @@ class Keys:
         value = self.get(key)
         if value is None and default is not None:
             return default
-        if not (
-            isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        ):
+        if not is_real(value):
             raise self.error(key, "a finite number")
         return float(value)
 

@@ -3,8 +3,9 @@
 Used by `read.py`. Invariant: what a file says of its layers is served or refused, never ignored.
 """
 
+from jaxserve.field_checks import is_int
 from jaxserve.hf_config.families import Family
-from jaxserve.hf_config.keys import Keys, is_int
+from jaxserve.hf_config.keys import Keys
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 

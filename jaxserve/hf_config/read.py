@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxserve.errors import CheckpointError, shown
+from jaxserve.field_checks import is_int
 from jaxserve.hf_config.families import FAMILIES, Family
-from jaxserve.hf_config.keys import Keys, is_int
+from jaxserve.hf_config.keys import Keys
 from jaxserve.hf_config.layers import layer_windows, rope_layers
 from jaxserve.hf_config.rope import read_rope
 from jaxserve.model_config import MAX_INT, MAX_LAYERS, ModelConfig

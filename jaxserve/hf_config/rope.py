@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxserve.errors import CheckpointError, shown
+from jaxserve.field_checks import is_real
 from jaxserve.hf_config.families import Family
 from jaxserve.hf_config.keys import Keys
 from jaxserve.rope_config import ROPE_TYPES, RopeConfig
@@ -186,10 +187,7 @@ def _factors(keys: Keys, key: str) -> tuple[float, ...]:
     if not (
         isinstance(values, list)
         and len(values) <= _MAX_FACTORS
-        and all(
-            isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v) and v > 0
-            for v in values
-        )
+        and all(is_real(value) and value > 0 for value in values)
     ):
         raise keys.error(key, "a list of finite numbers > 0")
     return tuple(float(value) for value in values)

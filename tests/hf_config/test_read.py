@@ -161,6 +161,10 @@ def test_c29_unknown_rope_types_are_refused_by_name(rope_type, key):
         ({"num_hidden_layers": 10**9}, r"num_hidden_layers must be .*\[1, 1024\], got 1000000000"),
         ({"num_hidden_layers": 1025}, r"num_hidden_layers must be .*\[1, 1024\], got 1025"),
         ({"rope_theta": "1e4"}, "rope_theta must be a finite number, got '1e4'"),
+        (
+            {"rope_theta": 10**400},
+            "rope_theta must be a finite number, got an integer of 1329 bits",
+        ),
         ({"rope_theta": -1}, "rope theta must be a finite number > 0, got -1"),
     ],
 )
