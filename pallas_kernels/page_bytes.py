@@ -59,8 +59,26 @@ def tpu_words(num_kv_heads: int, head_dim: int, item_bytes: int) -> tuple[int, i
     Raises:
         ValueError: another head_dim.
     """
+    pack = 4 // item_bytes
+    return -(-_tpu_rows(num_kv_heads, head_dim) // pack), pack
+
+
+def fills_tpu_words(num_kv_heads: int, head_dim: int, item_bytes: int) -> bool:
+    """Whether layout tpu holds a token without padding. Only then can several devices hold such heads
+    each of one pool: a word may not hold rows of two devices.
+
+    Args:
+        num_kv_heads, head_dim, item_bytes: as in `tpu_words`, of one device.
+
+    Raises:
+        ValueError: a head_dim that the layout does not hold.
+    """
+    return _tpu_rows(num_kv_heads, head_dim) % (4 // item_bytes) == 0
+
+
+def _tpu_rows(num_kv_heads: int, head_dim: int) -> int:
+    """Rows of 128 lanes that a token takes."""
     rows = {64: num_kv_heads, 128: 2 * num_kv_heads, 256: 4 * num_kv_heads}
     if head_dim not in rows:
         raise ValueError(f"head_dim={head_dim}: page layout 'tpu' holds 64, 128 and 256")
-    pack = 4 // item_bytes
-    return -(-rows[head_dim] // pack), pack
+    return rows[head_dim]

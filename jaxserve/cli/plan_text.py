@@ -5,6 +5,7 @@ Called by `plan.py`. Invariant: the table is made from the JSON record alone, so
 
 from typing import Any
 
+from jaxserve.plan.chips import CHIPS
 from jaxserve.plan.planner import Plan, StepBound, kv_bytes_per_token, weight_bytes
 from jaxserve.schedule.buckets import Buckets
 from pallas_kernels.page_bytes import ITEM_BYTES
@@ -150,10 +151,17 @@ def _memory(record: dict[str, Any]) -> list[str]:
         "memory of a chip",
         _row("  usable", _gb(memory["usable_bytes"]), share),
         _row("  - weights", _gb(memory["weight_bytes"])),
-        _row("  - largest step", _gb(memory["step_bytes"]), "an estimate; --aot asks the compiler"),
+        _row("  - largest step", _gb(memory["step_bytes"]), _about_step(record["chip"])),
         _row("  - table of penalties", _gb(memory["count_table_bytes"])),
         _row("  = for pages", _gb(memory["free_bytes"])),
     ]
+
+
+def _about_step(chip: str) -> str:
+    if CHIPS[chip].platform == "cpu":
+        return "nothing is set aside on a CPU"
+    asks = "; --aot asks the compiler" if CHIPS[chip].platform == "tpu" else ""
+    return f"an estimate{asks}"
 
 
 def _capacity(record: dict[str, Any]) -> list[str]:

@@ -37,7 +37,7 @@ from jax.sharding import PartitionSpec as P
 from jaxserve.config import AxisRules
 from jaxserve.errors import ConfigError
 from jaxserve.model_config import ModelConfig
-from pallas_kernels.page_bytes import tpu_words
+from pallas_kernels.page_bytes import fills_tpu_words
 from pallas_kernels.ragged_paged_attention.layout import KVPages
 
 Axes = str | tuple[str, ...] | None
@@ -210,15 +210,11 @@ def local_kv_heads(kv: KVPages, num_devices: int) -> int:
             "it must be a multiple of them"
         )
     heads = kv.num_kv_heads // num_devices
-    if kv.layout == "tpu":
-        whole, _ = tpu_words(kv.num_kv_heads, kv.head_dim, kv.dtype.itemsize)
-        words, pack = tpu_words(heads, kv.head_dim, kv.dtype.itemsize)
-        # A word may hold rows of two heads: then n times a device's words, padded, is more than all.
-        if words * pack * 128 != 2 * heads * kv.head_dim or words * num_devices != whole:
-            raise ValueError(
-                f"num_kv_heads={kv.num_kv_heads}: the {heads} of one of {num_devices} devices, with "
-                f"head_dim {kv.head_dim} and {kv.dtype} pages, do not fill whole words of layout 'tpu'"
-            )
+    if kv.layout == "tpu" and not fills_tpu_words(heads, kv.head_dim, kv.dtype.itemsize):
+        raise ValueError(
+            f"num_kv_heads={kv.num_kv_heads}: the {heads} of one of {num_devices} devices, with "
+            f"head_dim {kv.head_dim} and {kv.dtype} pages, do not fill whole words of layout 'tpu'"
+        )
     return heads
 
 

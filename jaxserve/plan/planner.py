@@ -19,7 +19,7 @@ from jaxserve.plan.models import ModelSpec
 from jaxserve.plan.roofline import Roofline, StepTime
 from jaxserve.plan.work import PLANNED_DTYPES, keys_read, kv_item_dtype, num_pairs
 from pallas_kernels import dispatch
-from pallas_kernels.page_bytes import ITEM_BYTES
+from pallas_kernels.page_bytes import ITEM_BYTES, fills_tpu_words
 from pallas_kernels.tpu_smem import check_smem
 
 MAX_CHIPS = 4096
@@ -206,11 +206,12 @@ def make_plan(config: PlanConfig) -> Plan:
     """Plans.
 
     Raises:
-        ConfigError: chips that cannot share the model, a page size that the chip's kernel does not
-            serve, or a page table that it has no room for.
+        ConfigError: chips that cannot share the model or its pages, a page size that the chip's kernel
+            does not serve, or a page table that it has no room for.
     """
     backend, page_size = _choose_attention(config)
     layout = dispatch.layout_of(backend)
+    _check_shared_pages(config, layout)
     roofline = Roofline(
         config.model,
         config.chip,
@@ -337,6 +338,21 @@ def _choose_attention(config: PlanConfig) -> tuple[str, int]:
         return backend, page_size
     except (ValueError, NotImplementedError) as error:
         raise ConfigError(str(error)) from None
+
+
+def _check_shared_pages(config: PlanConfig, layout: str) -> None:
+    """Refuses what `sharding.local_kv_heads` refuses: chips whose heads leave words of their pages half
+    empty.
+    """
+    if layout != "tpu" or config.num_chips == 1:
+        return
+    part = config.model.of_one_chip(config.num_chips)
+    if not fills_tpu_words(part.num_kv_heads, part.head_dim, ITEM_BYTES[config.kv_dtype]):
+        raise ConfigError(
+            f"num_chips={config.num_chips}: the {part.num_kv_heads} of {config.model.num_kv_heads} kv "
+            f"heads that each chip holds, with head_dim {part.head_dim} and {config.kv_dtype} pages, do "
+            "not fill whole words of page layout 'tpu'; fewer chips or a wider kv_cache_dtype do"
+        )
 
 
 def _memory(config: PlanConfig, part: ModelSpec, layout: str, page_size: int) -> Memory:

@@ -178,7 +178,7 @@ def test_more_chips_than_a_topology_has(capsys, tmp_path):
         "hidden_size": 4096,
         "intermediate_size": 8192,
         "num_attention_heads": 512,
-        "head_dim": 64,
+        "head_dim": 128,
         "vocab_size": 51200,
     }
     (tmp_path / "config.json").write_text(json.dumps(wide))

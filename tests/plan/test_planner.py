@@ -12,6 +12,7 @@ from jaxserve.device.step_shapes import StepShapes
 from jaxserve.errors import ConfigError
 from jaxserve.model.attention import AttentionKernel
 from jaxserve.model.registry import build_model
+from jaxserve.model.sharding import local_kv_heads
 from jaxserve.plan.chips import CHIPS
 from jaxserve.plan.model_table import CONFIGS
 from jaxserve.plan.models import MODELS
@@ -57,10 +58,10 @@ def test_the_bytes_of_llama_3_70b():
     [
         ("llama-3-8b", "v5e", 8, "auto"),
         ("llama-3-8b", "h200", 1, "fp8_e4m3"),
-        ("llama-3-70b", "v5p", 8, "int8"),
+        ("llama-3-70b", "v5p", 4, "int8"),
         ("smollm2-135m", "v6e", 1, "auto"),  # 3 kv heads of 64: layout tpu fills a word up
         ("smollm2-135m", "a100", 3, "auto"),
-        ("llama-3.2-1b", "v5e", 4, "int8"),
+        ("llama-3.2-1b", "v5e", 2, "int8"),
         ("phi-3-mini", "v5p", 1, "auto"),  # head_dim 96, which the TPU kernel does not serve
         ("qwen3-8b", "cpu", 1, "float32"),
     ],
@@ -211,6 +212,31 @@ def test_no_number_of_small_chips_holds_a_wide_model():
     assert fewest_chips(dataclasses.replace(config(), chip=tiny)) is None
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("name", ["llama-3-70b", "llama-3.2-1b", "qwen2.5-1.5b", "smollm2-1.7b"])
+def test_what_is_planned_on_tpus_is_what_the_engine_would_share(name, kv_cache_dtype):
+    cache, served = CacheConfig(kv_cache_dtype=kv_cache_dtype), 0
+    for num_chips in range(1, MODELS[name].num_heads + 1):
+        try:
+            asked = config(name, "v5p", num_chips=num_chips, cache=cache)
+            part = asked.model.of_one_chip(num_chips)
+        except ConfigError:
+            continue
+        kv = KVPages.abstract(
+            "tpu", 4, 32, part.num_kv_heads * num_chips, part.head_dim, asked.kv_dtype
+        )
+        try:
+            local_kv_heads(kv, num_chips)
+        except ValueError:
+            # one chip alone fills words up and shares nothing
+            if num_chips > 1:
+                with pytest.raises(ConfigError, match="do not fill whole words"):
+                    make_plan(asked)
+                continue
+        served += make_plan(asked).layout == "tpu"
+    assert served
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -227,6 +253,14 @@ def test_no_number_of_small_chips_holds_a_wide_model():
         (
             {"cache": CacheConfig(page_size=16)},
             "page_size=16: attention backend 'gpu' serves 64 only",
+        ),
+        (
+            {"chip": "v5e", "num_chips": 8, "cache": CacheConfig(kv_cache_dtype="int8")},
+            "num_chips=8: the 1 of 8 kv heads .* head_dim 128 and int8 pages, do not fill whole words",
+        ),
+        (
+            {"name": "llama-3.2-1b", "chip": "v5e", "num_chips": 8},
+            "num_chips=8: the 1 of 8 kv heads .* head_dim 64 and bfloat16 pages, do not fill",
         ),
     ],
 )
