@@ -314,7 +314,7 @@ def _log_choices(
         pool.num_bytes / 2**30,
         pool.reason,
         f", {num_host_pages} in host RAM" if num_host_pages else "",
-        f", {padding} ids of the vocabulary are padding" if padding else "",
+        f", padding of the vocabulary: {padding}" if padding else "",
     )
     rope = shapes.model.config.rope
     if rope.context_len is not None:

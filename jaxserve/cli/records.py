@@ -138,6 +138,11 @@ class RecordFlags:
             raise UsageError(
                 f"--stats_interval_s must be a number of seconds >= 0, got {interval_s:g}"
             )
+        num_replicas: int = given.get("data_parallel_size", 1)  # type: ignore[assignment]
+        if given["schedule_log"] is not None and num_replicas > 1:
+            raise UsageError(
+                "--schedule_log: a log is of one engine, --data_parallel_size makes several"
+            )
         taken, files, earlier = dict(taken), {}, {}
         for flag in _RECORD_FILES:
             asked: str | None = given[flag]  # type: ignore[assignment]
@@ -210,10 +215,6 @@ class EngineRecords(AbstractContextManager["EngineRecords"]):
             self._stats_file = StatsFile(write, engine.stats, flags.stats_interval_s)
             self._observers.append(self._stats_file)
         if flags.schedule_log is not None:
-            if engine.stats().num_replicas > 1:
-                raise UsageError(
-                    "--schedule_log: a log is of one engine, --data_parallel_size makes several"
-                )
             header = LogHeader.of(
                 engine.stats(),
                 version=__version__,

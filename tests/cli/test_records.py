@@ -79,6 +79,15 @@ def test_the_interval_is_kept():
     assert min(gaps) >= 1
 
 
+def test_a_log_of_several_replicas_is_refused_before_the_model_is_read(run, made, tmp_path, capsys):
+    log = tmp_path / "log.jsonl"
+    flags = [f"--schedule_log={log}", "--data_parallel_size=2"]
+    assert run(*FLAGS, *flags, "a prompt") == 2
+    assert "--data_parallel_size makes several" in capsys.readouterr().err
+    assert not made
+    assert not log.exists()
+
+
 def test_bench_writes_both(made, model, prompts, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench_offline, "make_compile_counter", FakeCounter)
     stats, log = tmp_path / "s", tmp_path / "l"
