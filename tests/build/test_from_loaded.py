@@ -127,9 +127,9 @@ class Work:
         jax.monitoring.register_event_listener(self._on_event)
 
     def _counted(self, function):
-        def counted(*arguments):
+        def counted(*arguments, **options):
             self.num_traced += 1
-            return function(*arguments)
+            return function(*arguments, **options)
 
         return counted
 
