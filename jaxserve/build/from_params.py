@@ -60,7 +60,7 @@ def build_engine(
         ("config", config, EngineConfig),
     ):
         if not isinstance(value, kind):
-            raise ConfigError(f"{name} must be a {kind.__name__}, got {shown(value)}")
+            raise ConfigError(f"{name} must be of type {kind.__name__}, got {shown(value)}")
     vocab_size = model_config.vocab_size
     ends = model_config.eos_token_ids if eos_token_ids is None else eos_token_ids
     if num_token_ids is not None:

@@ -14,8 +14,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float
 
+from jaxserve.errors import ConfigError
 from jaxserve.model.attention import AttentionKernel, PagedRows
 from jaxserve.model.layers import PRECISION
 from jaxserve.model.registry import ModelFunctions, Params, build_model
@@ -26,7 +28,7 @@ _NO_ROWS = PagedRows(kv_lens=None, page_table=None, kv_starts=None, cu_q_lens=No
 
 
 def full_forward(
-    params: Mapping[str, Any], token_ids: Int[Array, "B T"], *, model_config: ModelConfig
+    params: Mapping[str, Any], token_ids: ArrayLike, *, model_config: ModelConfig
 ) -> Float[Array, "B T V"]:
     """The logits after every token. Pure and differentiable; call it under `jax.jit`.
 
@@ -39,13 +41,20 @@ def full_forward(
 
     Returns:
         f32[B, T, V]. Attention takes f32[B, H, T, T] per layer.
+
+    Raises:
+        ConfigError: token_ids that are no integers of two axes.
     """
     tree: Params = jax.tree.map(jnp.asarray, dict(params))
-    num_rows, num_tokens = token_ids.shape
+    ids = jnp.asarray(token_ids)
+    if ids.ndim != 2 or not jnp.issubdtype(ids.dtype, jnp.integer):
+        found = f"{ids.dtype}{list(ids.shape)}"
+        raise ConfigError(f"token_ids must be integers of shape [B, T], got {found}")
+    num_rows, num_tokens = ids.shape
     dtype = tree["embed"]["embedding"].dtype
     model = _functions(model_config, dtype, num_rows)
     positions = jnp.tile(jnp.arange(num_tokens, dtype=jnp.int32), num_rows)
-    x = model.embed(tree["embed"], token_ids.reshape(-1))
+    x = model.embed(tree["embed"], ids.reshape(-1))
     no_page = KVPages((), "none", 1, model_config.num_kv_heads, model_config.head_dim, dtype)
     no_pages = [no_page] * model_config.num_layers
     x, _ = model.layers(model.layer_params(tree), no_pages, x, positions, _NO_ROWS)

@@ -95,8 +95,11 @@ def test_numpy_params_may_be_written_to_afterwards(model):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_config": {"hidden_size": 48}}, "model_config must be a ModelConfig, got {'hid"),
-        ({"config": {"max_num_seqs": 2}}, "config must be a EngineConfig, got {'max"),
+        (
+            {"model_config": {"hidden_size": 48}},
+            "model_config must be of type ModelConfig, got {'hid",
+        ),
+        ({"config": {"max_num_seqs": 2}}, "config must be of type EngineConfig, got {'max"),
         ({"eos_token_ids": [96]}, r"eos_token_ids: 96 is no integer in \[0, 95\]"),
         ({"eos_token_ids": ["</s>"]}, "eos_token_ids: '</s>' is no integer"),
         ({"num_token_ids": 97}, r"num_token_ids: 97 is no integer in \[1, 96\]"),

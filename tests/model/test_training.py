@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve.errors import ConfigError
 from jaxserve.model.training import full_forward, init_params
 from jaxserve.weights.loader import load_params, open_checkpoint
 from tests.families import CASES
@@ -41,6 +42,21 @@ def test_rows_are_alone_and_what_stands_behind_their_end_reaches_nothing(llama):
     np.testing.assert_allclose(logits[0], alone[0], atol=ATOL)
     np.testing.assert_allclose(logits[2, :9], logits[0, :9], atol=ATOL)
     assert np.abs(np.asarray(logits[2, 9:] - logits[0, 9:])).max() > 0.01  # control
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "found"),
+    [
+        (np.arange(3), r"got int32\[3\]"),
+        (np.ones((1, 3), np.float32), r"got float32\[1, 3\]"),
+    ],
+)
+def test_what_are_no_token_ids_is_refused(llama, token_ids, found):
+    params, config = llama
+    with pytest.raises(
+        ConfigError, match=r"token_ids must be integers of shape \[B, T\], " + found
+    ):
+        full_forward(params, token_ids, model_config=config)
 
 
 def test_gradients_are_those_of_differences(llama):
