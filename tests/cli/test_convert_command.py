@@ -21,7 +21,7 @@ def made(tmp_path_factory, repository) -> Path:
     """Runs the commands of the documentation, and gives the folder that they write to."""
     folder = tmp_path_factory.mktemp("documented")
     text = (repository / "docs" / "checkpoints.md").read_text()
-    commands = re.findall(r"^jaxserve (convert .*)$", text, re.MULTILINE)
+    commands = re.findall(r"^\.venv/bin/jaxserve (convert .*)$", text, re.MULTILINE)
     assert len(commands) == 2
     for command in commands:
         words = shlex.split(command.replace("build/", f"{folder}/"))
