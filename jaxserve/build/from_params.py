@@ -61,8 +61,12 @@ def build_engine(
     ):
         if not isinstance(value, kind):
             raise ConfigError(f"{name} must be of type {kind.__name__}, got {shown(value)}")
+    if kv_scales is not None and not isinstance(kv_scales, GivenKVScales):
+        raise ConfigError(f"kv_scales must be GivenKVScales or None, got {shown(kv_scales)}")
     vocab_size = model_config.vocab_size
     ends = model_config.eos_token_ids if eos_token_ids is None else eos_token_ids
+    if not isinstance(ends, Iterable):
+        raise ConfigError(f"eos_token_ids must be a list of token ids, got {shown(ends)}")
     if num_token_ids is not None:
         num_token_ids = _checked_id("num_token_ids", num_token_ids, 1, vocab_size)
     loaded = LoadedModel(

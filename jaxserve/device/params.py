@@ -45,9 +45,11 @@ def put_params(
         place: puts one param on its devices; None = the default one.
 
     Raises:
-        ConfigError: a leaf that is missing, superfluous, or of another shape or dtype; it is named.
+        ConfigError: a leaf that is missing, superfluous, of another shape or dtype, or without values; it
+            is named.
     """
     checked = checked_params(params, abstract)
+    _check_contents(checked)
     callers = {id(leaf) for leaf in jax.tree.leaves(checked)} if own else set()
     if consume and isinstance(params, dict):
         params.clear()
@@ -93,11 +95,22 @@ class ParamPlacer:
             array: numpy or on devices, in the checkpoint's shape. numpy is used in place where the
                 device is a CPU and nothing has to change.
         """
+        array = self._at_home(array)
         if self._abstract is None:
             return self._placement.put(array)
         shape = _at(self._abstract, path).shape
         fitting = fit_param(array, str(path[-2]), shape, self._head_dim)
         return self._placement.put(fitting, _at(self._specs, path))
+
+    def _at_home(self, array: Any) -> Any:
+        """Without a mesh nothing binds a param to the default device, but its owner may have bound it to
+        others.
+        """
+        if self._placement.mesh is not None or not isinstance(array, jax.Array):
+            return array
+        default = jax.device_put(np.int32(0)).sharding
+        is_there = array.sharding.device_set == default.device_set
+        return array if is_there else jax.device_put(array, default)
 
     def sharding_of(self, path: Sequence[str | int]) -> Sharding | None:
         """How one param lies on several devices, if it is served in the checkpoint's shape: each part
@@ -122,6 +135,17 @@ def find_deleted(params: Params) -> str | None:
         if isinstance(leaf, jax.Array) and leaf.is_deleted():
             return f"params{jax.tree_util.keystr(path)}"
     return None
+
+
+def _check_contents(params: Params) -> None:
+    """Raises ConfigError if a param is a shape and a dtype only."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            name = f"params{jax.tree_util.keystr(path)}"
+            raise ConfigError(f"{name}: expected an array, found a ShapeDtypeStruct")
+    deleted = find_deleted(params)
+    if deleted is not None:
+        raise ConfigError(f"{deleted}: expected an array, found one that was donated or deleted")
 
 
 def _copied(leaf: Any) -> Any:

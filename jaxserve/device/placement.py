@@ -55,6 +55,8 @@ class Placement:
             return cls(mesh=_first_devices(size, rules) if size > 1 else None, rules=rules)
         if not isinstance(mesh, Mesh):
             raise ConfigError(f"mesh must be a jax.sharding.Mesh, got {shown(mesh)}")
+        if mesh.empty:
+            raise ConfigError("mesh must have one device or more, got an empty one")
         if mesh.size > 1:
             _check_mesh(mesh, rules, size)
         elif size > 1:

@@ -107,8 +107,8 @@ def _check_room(
     needed, free = sum(tensor.num_bytes for tensor in tensors), shutil.disk_usage(folder).free
     if needed > free:
         raise CheckpointError(
-            f"{folder.parent}: not enough room: the weights take {needed / 2**30:.2f} GiB, "
-            f"{free / 2**30:.2f} GiB are free"
+            f"{folder.parent}: not enough room: the weights take {needed:,} bytes, "
+            f"{free:,} are free"
         )
 
 

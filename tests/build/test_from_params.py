@@ -21,6 +21,7 @@ OPTIONS = {
     "page_size": 8,
 }
 CONFIG = EngineConfig.from_options(OPTIONS)
+EMPTY_MESH = jax.sharding.Mesh(np.empty((), object), ())
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +104,9 @@ def test_numpy_params_may_be_written_to_afterwards(model):
         ({"eos_token_ids": [96]}, r"eos_token_ids: 96 is no integer in \[0, 95\]"),
         ({"eos_token_ids": ["</s>"]}, "eos_token_ids: '</s>' is no integer"),
         ({"num_token_ids": 97}, r"num_token_ids: 97 is no integer in \[1, 96\]"),
+        ({"eos_token_ids": 7}, "eos_token_ids must be a list of token ids, got 7"),
+        ({"kv_scales": 1.5}, "kv_scales must be GivenKVScales or None, got 1.5"),
+        ({"mesh": EMPTY_MESH}, "mesh must have one device or more, got an empty one"),
         ({"params": [1]}, "params: expected a dict, found a list"),
         ({"params": {"embed": 1}}, r"params\['lm_head'\]: expected a dict, found nothing"),
     ],
@@ -110,6 +114,22 @@ def test_numpy_params_may_be_written_to_afterwards(model):
 def test_what_is_wrong_is_named(model, changes, message):
     with pytest.raises(ConfigError, match=message):
         built(model, **changes)
+
+
+def test_a_param_without_values_is_named(model, engine):
+    params, config = model
+    abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
+    deleted = jax.tree.map(jnp.array, params)
+    deleted["norm"]["scale"].delete()
+    for given, message in (
+        (abstract, "expected an array, found a ShapeDtypeStruct"),
+        (deleted, r"params\['norm'\]\['scale'\]: .*found one that was donated or deleted"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            built((given, config))
+        with pytest.raises(ConfigError, match=message):
+            engine.update_params(given)
+    assert engine.weights_version == 0
 
 
 def test_positions_are_refused():

@@ -195,6 +195,18 @@ def on_one_other_device(given: Given) -> dict:
     }
 
 
+def from_other_devices(given: Given) -> list[dict]:
+    """Without a mesh, params that their owner has bound to other devices, first and later."""
+    params, config = given
+    devices = jax.devices()
+    mesh = jax.sharding.Mesh(np.array(devices[2:]), ("x",))
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    engine = build((jax.device_put(params, devices[3]), config), 1)
+    found = [run(engine, FIRST)]
+    engine.update_params(jax.device_put(params, everywhere))
+    return [*found, run(engine, FIRST)]
+
+
 def started_again(given: Given, keep: Mapping[str, Any]) -> dict:
     """An engine of two devices whose programs an earlier start has kept."""
 
@@ -243,6 +255,7 @@ def main(folder: Path) -> dict:
     found["kept"] = started_again(given, keep)
     found["mesh"] = on_a_mesh_of_the_callers(given)
     found["other device"] = on_one_other_device(given)
+    found["from other devices"] = from_other_devices(given)
     found["refusals"] = list(refusals(given))
     return found
 

@@ -110,6 +110,12 @@ def test_an_engine_runs_on_the_one_device_of_a_mesh(runs):
     assert found["devices"] == [3]
 
 
+def test_params_that_lie_elsewhere_come_to_the_engines_device(runs):
+    expected = {name: runs["1"]["outputs"][name] for name in FIRST}
+    for found in runs["from other devices"]:
+        assert_same(found, expected)
+
+
 def test_a_second_start_finds_the_programs_of_the_first(runs):
     found = runs["kept"]
     assert found["num_new"] == 0

@@ -168,7 +168,7 @@ def test_what_is_in_the_way_stays(tmp_path):
 def test_a_full_disk_is_said_before_anything_is_written(tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1_000_000))
-    with pytest.raises(CheckpointError, match=r"not enough room: the weights take 0\.00 GiB"):
+    with pytest.raises(CheckpointError, match=r"not enough room: .* [0-9,]+ bytes, 1,000,000 are"):
         convert(TINY, tmp_path / "out", format="safetensors")
     assert list(tmp_path.iterdir()) == []
 
