@@ -135,7 +135,7 @@ class Machine(RuleBasedStateMachine):
                 self.engine.fork(name, "refused", index=index)
         elif len(prompt) <= self.engine.scheduler.kv.num_slots:
             new = self.new(prompt, params, hold=hold)
-            self.engine.fork(
+            self.branch(
                 name,
                 new,
                 index=index,
@@ -145,6 +145,9 @@ class Machine(RuleBasedStateMachine):
                 hold=hold,
             )
         self.engine.check_invariants()
+
+    def branch(self, name, new, **options):
+        self.engine.fork(name, new, **options)
 
     @precondition(lambda self: self.known)
     @rule(pick=st.integers(0, 99), one_choice=st.booleans())

@@ -210,6 +210,8 @@ def local_kv_heads(kv: KVPages, num_devices: int) -> int:
             "it must be a multiple of them"
         )
     heads = kv.num_kv_heads // num_devices
+    if num_devices == 1:  # nothing is cut, so a word may be padded
+        return heads
     if kv.layout == "tpu" and not fills_tpu_words(heads, kv.head_dim, kv.dtype.itemsize):
         raise ValueError(
             f"num_kv_heads={kv.num_kv_heads}: the {heads} of one of {num_devices} devices, with "

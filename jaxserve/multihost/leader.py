@@ -75,7 +75,7 @@ class Followers:
             try:
                 wire.send(kind, fields, arrays)
             except PeerGone as error:
-                self._set_fault(f"process {process_id} is gone: {error}")
+                self._set_fault(f"process {process_id} of {1 + len(self._wires)} is gone: {error}")
                 self.require_all()
 
     def ask(self, kind: str) -> dict[int, dict[str, Any]]:

@@ -1,11 +1,14 @@
 """Stopping a run: Ctrl-C, SIGTERM, kill -9; and going on."""
 
+import array
+import fcntl
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -36,6 +39,21 @@ def wait_for(path: Path, num_records: int) -> None:
     while not path.exists() or path.read_bytes().count(b"\n") < num_records:
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def wait_until_full(pipe) -> None:
+    """Until whoever writes to the pipe has to wait for a reader."""
+    waiting, before, end = array.array("i", [0]), 0, time.monotonic() + 60
+    size = fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ)
+    while time.monotonic() < end:
+        fcntl.ioctl(pipe, termios.FIONREAD, waiting)
+        if (
+            waiting[0] == before and before > size // 2
+        ):  # its buffers are pages, not all of them full
+            return
+        before = waiting[0]
+        time.sleep(1)
+    raise AssertionError(f"{waiting[0]} of {size} bytes lie in the pipe after a minute")
 
 
 def check_whole(output: Path) -> None:
@@ -137,7 +155,7 @@ def test_a_second_signal_ends_it_at_once_and_resume_goes_on(start, flags, tmp_pa
 @pytest.mark.parametrize("flags", [["--output=-"], []])
 def test_a_stdout_that_nobody_reads_does_not_hold_it(start, flags):
     process = start(0, *flags, "--max-tokens=100", *["hello"] * 200)
-    time.sleep(3)
+    wait_until_full(process.stdout)
     assert process.poll() is None, "the pipe was never full"
     process.send_signal(signal.SIGINT)
     time.sleep(0.2)

@@ -58,7 +58,7 @@ def parsed(answer: bytes) -> tuple[int, dict]:
 def post(path: str, body: bytes, *headers: str) -> bytes:
     lines = [
         f"POST {path} HTTP/1.1",
-        "Host: x",
+        "Host: localhost",
         "Content-Type: application/json",
         f"Content-Length: {len(body)}",
         *headers,
@@ -75,13 +75,14 @@ CLOSE = "Connection: close"
         b"\x16\x03\x01\x02\x00\x01\x00",  # TLS to a port without it
         b"hello\r\n\r\n",
         b"GET\r\n\r\n",
-        b"GET / HTTP/9.9\r\nHost: x\r\n\r\n",
-        b"GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
-        b"GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
-        b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-        b"POST /tokenize HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip, chunked, x\r\n\r\n",
+        b"GET / HTTP/9.9\r\nHost: localhost\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n"
+        b"0\r\n\r\n",
+        b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: gzip, chunked, x\r\n\r\n",
         b"GET /health HTTP/1.1\r\nBad header\r\n\r\n",
-        b"GET /health HTTP/1.1\r\nHost: x\r\nX: a\x00b\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: a\x00b\r\n\r\n",
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     ],
 )
@@ -93,7 +94,7 @@ def test_what_is_no_http_is_a_400_in_openais_shape(server, data):
 
 
 def test_a_chunk_that_is_none_is_a_400_or_ends_the_connection(server):
-    head = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
+    head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
     head += b"Content-Type: application/json\r\n\r\n"
     with connect(server) as sock:
         sock.sendall(head + b"zz\r\n{}\r\n0\r\n\r\n")
@@ -102,10 +103,8 @@ def test_a_chunk_that_is_none_is_a_400_or_ends_the_connection(server):
 
 
 def test_a_chunked_body_is_read(server):
-    head = (
-        b"POST /tokenize HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n"
-    )
-    head += b"Content-Type: application/json\r\n\r\n"
+    head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
+    head += b"Connection: close\r\nContent-Type: application/json\r\n\r\n"
     with connect(server) as sock:
         sock.sendall(head + b'a\r\n{"prompt":\r\n5\r\n"hi"}\r\n0\r\n\r\n')
         answer = read_all(sock)
@@ -116,9 +115,9 @@ def test_a_chunked_body_is_read(server):
 @pytest.mark.parametrize(
     "head",
     [
-        b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"a" * MAX_HEADER_BYTES,
-        b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"X: a\r\n" * MAX_HEADER_BYTES,
-        b"GET /" + b"a" * MAX_HEADER_BYTES + b" HTTP/1.1\r\nHost: x\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * MAX_HEADER_BYTES,
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"X: a\r\n" * MAX_HEADER_BYTES,
+        b"GET /" + b"a" * MAX_HEADER_BYTES + b" HTTP/1.1\r\nHost: localhost\r\n",
         b"GET /" + b"a" * (4 * MAX_HEADER_BYTES),
     ],
     ids=["one header", "many headers", "a path", "a path without end"],
@@ -134,14 +133,14 @@ def test_a_body_that_is_too_large_is_a_413_that_its_sender_can_read(server):
     status, reply = talk(server, post("/tokenize", b'{"prompt":"' + b"a" * 3_000_000 + b'"}'))
     assert status == 413
     assert "100000" in reply["error"]["message"]
-    head = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
+    head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
     head += b"Content-Type: application/json\r\n\r\n"
     chunk = b"2710\r\n" + b"a" * 10_000 + b"\r\n"
     assert talk(server, head + chunk * 20 + b"0\r\n\r\n")[0] == 413
 
 
 def test_a_client_that_asks_before_it_sends_is_told_not_to(server):
-    head = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     head += b"Content-Length: 1000000\r\nExpect: 100-continue\r\n\r\n"
     status, _ = talk(server, head)
     assert status == 413
@@ -152,7 +151,7 @@ def test_a_client_that_asks_before_it_sends_is_told_not_to(server):
     [
         (b"", 408),
         (b"GET /health HT", 408),
-        (b"GET /health HTTP/1.1\r\nHost: x\r\n", 408),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\n", 408),
         (post("/tokenize", b"{" * 10)[:-1], 408),
     ],
     ids=["nothing", "half a line", "no end of headers", "half a body"],
@@ -164,7 +163,7 @@ def test_a_client_that_stops_sending_is_given_up(server, data, status):
 def test_a_client_that_sends_a_byte_at_a_time_gains_no_time(server):
     with connect(server) as sock:
         started = time.monotonic()
-        for byte in b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 1000:
+        for byte in b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 1000:
             try:
                 sock.sendall(bytes([byte]))
             except OSError:
@@ -189,14 +188,16 @@ def test_http_1_0_and_head(server):
         sock.sendall(b"GET /health HTTP/1.0\r\n\r\n")
         assert read_all(sock).startswith(b"HTTP/1.1 200 OK")
     with connect(server) as sock:
-        sock.sendall(b"HEAD /v1/models HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        sock.sendall(b"HEAD /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         head, _, body = read_all(sock).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200 OK")
     assert not body
 
 
 def test_an_upgrade_is_answered_as_a_plain_request(server):
-    upgrade = "GET /health HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+    upgrade = (
+        "GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+    )
     upgrade += "Sec-WebSocket-Key: x\r\nSec-WebSocket-Version: 13\r\n\r\n"
     with connect(server) as sock:
         sock.sendall(upgrade.encode())
@@ -262,7 +263,7 @@ def flood_until_closed(sock: socket.socket, data: bytes) -> None:
     raise AssertionError("it is still listened to")
 
 
-CHUNKED = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
+CHUNKED = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
 CHUNKED += b"Content-Type: application/json\r\n\r\n"
 
 
@@ -290,7 +291,7 @@ def test_headers_behind_a_large_body_are_not_taken_for_large_ones(server):
     """Both come in one piece, and what is whole by then does not count."""
     body = b'{"prompt":"' + b"a" * 90_000 + b'"}'
     with connect(server) as sock:
-        sock.sendall(post("/tokenize", body) + b"GET /health HTTP/1.1\r\nHost: x\r\n")
+        sock.sendall(post("/tokenize", body) + b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
         time.sleep(0.1)
         sock.sendall(b"Connection: close\r\n\r\n")
         answer = read_all(sock)
@@ -362,7 +363,7 @@ def test_what_is_left_of_a_reply_is_read_or_its_connection_ends(end, num_unread,
         )
         transport = FakeTransport(num_unread)
         protocol.connection_made(transport)
-        head = f"GET /health HTTP/1.1\r\nHost: x\r\nConnection: {end}\r\n\r\n"
+        head = f"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: {end}\r\n\r\n"
         protocol.data_received(head.encode())
         await asyncio.sleep(0.3)
         assert transport.is_aborted == is_aborted

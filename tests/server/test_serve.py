@@ -102,7 +102,7 @@ def test_a_client_that_does_not_read_holds_no_drain_up():
     body = (
         b'{"prompt": "hi", "max_tokens": 29000, "ignore_eos": true, "stream": true, "logprobs": 5}'
     )
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
     head += "Content-Type: application/json\r\n\r\n"
     with ServerProcess.fake(**client) as server, socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

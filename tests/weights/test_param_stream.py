@@ -174,7 +174,7 @@ def peak(path: Path, dtype: str, *, bounded: bool) -> float:
 
 
 def test_a_process_never_holds_more_than_twice_the_largest(big, tmp_path):
-    blocks = 10  # of two threads, and what the libraries take
+    blocks = 14  # of two threads, and what the libraries take
     total = sum(path.stat().st_size for path in big.glob("*.safetensors")) / 2**20
     assert total > 12 * LARGEST_MIB
     assert peak(big, "float32", bounded=True) < 2 * LARGEST_MIB + blocks
