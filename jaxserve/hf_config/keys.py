@@ -61,7 +61,7 @@ class Keys:
         value = self.get(key)
         if value is None and default is not None:
             return default
-        if not is_real(value):
+        if value is None or not is_real(value):
             raise self.error(key, "a finite number")
         return float(value)
 
