@@ -57,6 +57,7 @@ _SAME_NAMES = (
     "body_timeout_s",
     "max_body_bytes",
     "max_bodies_bytes",
+    "max_connections",
     "tool_call_parser",
     "dashboard",
     "metrics_compat",
@@ -161,6 +162,12 @@ def _define_limits(group: Mapping[str, Any]) -> None:
         "max_bodies_bytes",
         None,
         "All bodies together that have no reply yet; what is beyond gets a 429. Unset = 16 of the largest.",
+        **group,
+    )
+    define_integer(
+        "max_connections",
+        _DEFAULT.max_connections,
+        "Connections that may be open at once; one more gets a 503 and is closed.",
         **group,
     )
 

@@ -53,6 +53,7 @@ class ServerConfig:
         max_body_bytes: of one request.
         max_bodies_bytes: of all bodies that are being received or wait for the first part of their reply;
             None = 16 times max_body_bytes.
+        max_connections: open at once; one more is answered with 503 and closed.
         num_encoder_threads: threads that render chat templates and tokenize.
         tool_call_parser: the format in which the model writes tool calls; "auto" = by its template.
         chat_template: Jinja source instead of the checkpoint's; None = the checkpoint's.
@@ -82,6 +83,7 @@ class ServerConfig:
     body_timeout_s: float = 60.0
     max_body_bytes: int = 16 * 2**20
     max_bodies_bytes: int | None = None
+    max_connections: int = 4096
     num_encoder_threads: int = 2
     tool_call_parser: str = "auto"
     chat_template: str | None = None
@@ -109,6 +111,7 @@ class ServerConfig:
             low, most = self.max_body_bytes, self.max_bodies_bytes
             what = f"an integer of at least max_body_bytes ({low})"
             _require(type(most) is int and most >= low, "max_bodies_bytes", most, what)
+        _check_whole("max_connections", self.max_connections, 1, 2**31 - 1)
         _check_whole("num_encoder_threads", self.num_encoder_threads, 1, 64)
         for name in ("request_timeout_s", "queue_timeout_s"):
             if getattr(self, name) is not None:

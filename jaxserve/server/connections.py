@@ -1,9 +1,10 @@
 """`Connection`: uvicorn's HTTP/1.1 protocol, bounded where it is not.
 
-Made by uvicorn for each connection that `serve.py` accepts. Added to it: a limit on the size and the
-time of what precedes a body, errors in OpenAI's shape, and what `slow_readers` needs.
+Made by uvicorn for each connection that `serve.py` accepts. Added to it: a limit on how many there are,
+on the size and the time of what precedes a body, errors in OpenAI's shape, and what `slow_readers` needs.
 
-Invariant: a connection holds a bounded amount of memory and, unless it makes progress, a bounded time.
+Invariant: a bounded number of connections hold each a bounded amount of memory and, unless it makes
+progress, a bounded time.
 """
 
 import asyncio
@@ -21,6 +22,7 @@ def connection_class(settings: ServerConfig) -> type[HttpToolsProtocol]:
 
     class BoundConnection(Connection):
         limits = settings
+        num_open = 0
 
     return BoundConnection
 
@@ -29,6 +31,7 @@ class Connection(HttpToolsProtocol):
     """One client's connection; see the module."""
 
     limits: ServerConfig
+    num_open: int  # of this class; refused ones too, until they are closed
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -44,10 +47,20 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        type(self).num_open += 1
+        if self.num_open > self.limits.max_connections:
+            self._refuse(
+                503,
+                f"the server has {self.limits.max_connections} connections, which is its limit; "
+                "try again later",
+                "too_many_connections",
+            )
+            return
         self._wait_for_headers()
         self._look_at_unread()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        type(self).num_open -= 1
         self._stop_waiting()
         if self._unread_timer is not None:
             self._unread_timer.cancel()

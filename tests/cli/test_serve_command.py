@@ -50,8 +50,8 @@ def test_every_flag_reaches_its_field(started, tmp_path):
         f"--flagfile={flags} --host=0.0.0.0 --served_model_name=a --served_model_name=b "
         f"--api_key_file={keys} --max_queue_requests=7 --request_timeout_s=8 --queue_timeout_s=6 "
         "--shutdown_timeout=5 --watchdog_timeout_s=4 --send_timeout_s=3 --body_timeout_s=2 "
-        "--max_body_bytes=1000 --max_bodies_bytes=5000 --allowed_hosts=a.example,b.example "
-        f"--tool_call_parser=hermes --chat_template={template} "
+        "--max_body_bytes=1000 --max_bodies_bytes=5000 --max_connections=70 "
+        f"--allowed_hosts=a.example,b.example --tool_call_parser=hermes --chat_template={template} "
         "--cors_allow_origin=https://a.example --cors_allow_origin=https://b.example --nodashboard "
         "--metrics_compat=vllm --generation_config=none --enable_prompt_tokens_details "
         "--max_num_seqs=3 --page_size=8"
@@ -74,6 +74,7 @@ def test_every_flag_reaches_its_field(started, tmp_path):
         body_timeout_s=2.0,
         max_body_bytes=1000,
         max_bodies_bytes=5000,
+        max_connections=70,
         allowed_hosts=("a.example", "b.example"),
         tool_call_parser="hermes",
         chat_template="{{ messages }}",

@@ -32,6 +32,7 @@ from jaxserve.server.config import ServerConfig
         ("max_bodies_bytes", True),
         ("allowed_hosts", [""]),
         ("allowed_hosts", ["http://x"]),
+        ("max_connections", 0),
         ("num_encoder_threads", 0),
         ("tool_call_parser", "mistral"),
         ("metrics_compat", "sglang"),

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 import uvicorn
 
@@ -237,6 +238,33 @@ def test_a_client_that_leaves_in_the_middle_is_aborted(server):
             sock.sendall(post("/v1/completions", body.replace(b"true}", b"false}")))
             server.wait_until(lambda: http.get("/load").json()["server_load"] == 1)
         server.wait_until(lambda: http.get("/load").json()["server_load"] == 0)
+
+
+def test_one_connection_too_many_is_refused_and_those_before_are_served():
+    with ServerProcess.fake(config={"max_connections": 3}) as server:
+        server.wait_ready()
+        with connect(server) as first, connect(server) as second, connect(server):
+            sock = connect(server)
+            status, body = parsed(read_all(sock))  # nothing was asked yet
+            sock.close()
+            assert status == 503
+            assert body["error"]["code"] == "too_many_connections"
+            assert "has 3 connections, which is its limit" in body["error"]["message"]
+            for one in (first, second):
+                one.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                assert one.recv(1000).startswith(b"HTTP/1.1 200 OK")
+        server.wait_until(lambda: is_served(server))  # they are gone
+        assert server.stop() == 0
+        assert "Traceback" not in server.log
+
+
+def is_served(server: ServerProcess) -> bool:
+    """Whether a new connection is."""
+    try:
+        with server.http() as http:
+            return http.get("/health").status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 def most_memory_kb(server: ServerProcess) -> int:
