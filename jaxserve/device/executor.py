@@ -20,7 +20,8 @@ from jaxserve.device.params import ParamPlacer, find_deleted, put_params
 from jaxserve.device.programs import Lowering, Program, ProgramTable, lower_traced
 from jaxserve.device.row_sampler import RowSampler
 from jaxserve.device.scorer import Scorer
-from jaxserve.device.step import forward_inputs
+from jaxserve.device.shared_inputs import SharedInputs
+from jaxserve.device.step import Embedded, StillInputs, moving_inputs
 from jaxserve.device.step_result import DeviceStep, StepOutputs
 from jaxserve.device.step_shapes import StepShapes
 from jaxserve.executor import StepCosts
@@ -66,7 +67,8 @@ class DeviceExecutor:
         self._kv_pages: list[KVPages] = []
         self._programs = ProgramTable(lower)
         self._moves = PageMoves(shapes, self._programs, num_host_pages=num_host_pages)
-        self._sampler = RowSampler(shapes, self._programs)
+        self._inputs = SharedInputs(shapes.placement)
+        self._sampler = RowSampler(shapes, self._programs, self._inputs)
         self._scorer = Scorer(shapes, self._programs)
         self._last: DeviceStep | None = None
         self._costs: StepCosts | None = None
@@ -259,7 +261,9 @@ class DeviceExecutor:
         if batch.awaits_masks:  # a single step
             forward, hidden = self._run_layers(batch, runs)
             outputs.append(forward)
-            sample = functools.partial(self._sampler, batch, self._head_params, hidden)
+            sample = functools.partial(
+                self._sampler, batch, self._head_params, hidden, forward.slices_finite
+            )
         else:
             outputs.append(self._run(batch, runs))
         while batch.num_steps > 1:
@@ -273,26 +277,29 @@ class DeviceExecutor:
         """Calls the programs of one step, one after the other; waits for none of them."""
         outputs, hidden = self._run_layers(batch, runs)
         if batch.num_rows:
-            outputs = outputs._replace(rows=self._sampler(batch, self._head_params, hidden))
+            rows = self._sampler(batch, self._head_params, hidden, outputs.slices_finite)
+            outputs = outputs._replace(rows=rows)
         return outputs
 
     def _run_layers(self, batch: DeviceBatch, runs: Sequence[Run]) -> tuple[StepOutputs, jax.Array]:
         """The programs of T. Returns (what is known then, the hidden rows [S, E] for the sampler)."""
         num_tokens = batch.bucket.num_tokens
-        inputs = self._shapes.placement.put(forward_inputs(batch))
-        x = self._programs["embed", num_tokens](
-            self._params["embed"], inputs.token_ids, self._sampler.last_ids
+        still = self._inputs.put(StillInputs.of(batch))
+        embed = self._programs["embed", num_tokens]
+        x, positions, kv_lens = Embedded(
+            *embed(self._params["embed"], moving_inputs(batch), self._sampler.last_ids)
         )
+        rows = still.rows(kv_lens)
         for name, run in runs:
             x, self._kv_pages[run] = self._programs[name, num_tokens](
                 self._layer_params[run],
                 self._kv_pages[run],
                 x,
-                inputs.positions,
-                inputs.rows,
+                positions,
+                rows,
                 None if self.kv_scales is None else self.kv_scales[run],
             )
         select = self._programs["select", num_tokens]
-        hidden, slices_finite = select(x, inputs.logit_rows, inputs.rows.cu_q_lens)
+        hidden, slices_finite = select(x, still.logit_rows, still.cu_q_lens)
         scored = list(self._scorer(batch, self._head_params, x)) if len(batch.score_rows) else ()
         return StepOutputs(slices_finite, scored=scored), hidden

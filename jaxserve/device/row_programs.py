@@ -11,10 +11,11 @@ Processed logits are the raw ones, the same array, and `process` and `count` are
 row of the batch asks for more.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxserve.model.registry import ModelFunctions, Params
 from jaxserve.sample.logprobs import chosen_logprobs, top_logprobs
@@ -29,18 +30,31 @@ from jaxserve.sample.sampler import sample
 from jaxserve.schedule.batch import DeviceBatch, LogitBias, Penalties
 
 
-def sampling_rows(batch: DeviceBatch) -> SamplingRows:
-    """The batch's arrays, untouched, in the shape that the programs take."""
-    return SamplingRows(
-        temperature=batch.temperature,  # type: ignore[arg-type]
-        top_k=batch.top_k,  # type: ignore[arg-type]
-        top_p=batch.top_p,  # type: ignore[arg-type]
-        min_p=batch.min_p,  # type: ignore[arg-type]
-        seeds=batch.seeds,  # type: ignore[arg-type]
-        output_positions=batch.output_positions,  # type: ignore[arg-type]
-        wants_logprobs=batch.wants_logprobs,  # type: ignore[arg-type]
-        reports_processed=batch.reports_processed,  # type: ignore[arg-type]
-    )
+class StillRows(NamedTuple):
+    """What the sampler reads of each row and what stays from step to step: `SamplingRows` without its
+    output positions.
+    """
+
+    temperature: Any
+    top_k: Any
+    top_p: Any
+    min_p: Any
+    seeds: Any
+    wants_logprobs: Any
+    reports_processed: Any
+
+    @classmethod
+    def of(cls, batch: DeviceBatch) -> "StillRows":
+        """The batch's arrays, untouched."""
+        return cls(*(getattr(batch, name) for name in cls._fields))
+
+    def at(self, output_positions: Any) -> SamplingRows:
+        """In the shape that `sample` takes.
+
+        Args:
+            output_positions: i32[R].
+        """
+        return SamplingRows(**self._asdict(), output_positions=output_positions)
 
 
 def penalty_rows(penalties: Penalties) -> PenaltyRows:
@@ -65,9 +79,29 @@ class Sampled(NamedTuple):
 
     token_ids: jax.Array  # i32[R]    in [0, V), and no more than that where logits are not finite
     last_ids: jax.Array  # i32[S]     the same, padded with zeros: what the next step may read
+    told: jax.Array  # i32[3 R + S]   what the host reads, as one array: `Told`
+
+
+class Told(NamedTuple):
+    """What the host is told of a step that samples, as numpy."""
+
+    token_ids: np.ndarray  # i32[R]
     logprobs: (
-        jax.Array
-    )  # f32[R]     of these tokens, under what each row reports; zeros if none wants any
+        np.ndarray
+    )  # f32[R]    of these tokens, under what each row reports; zeros if none wants any
+    rows_finite: np.ndarray  # bool[R]
+    slices_finite: np.ndarray  # bool[S]
+
+    @classmethod
+    def read(cls, told: np.ndarray, num_rows: int) -> "Told":
+        """Takes apart what `sample_rows` put together.
+
+        Args:
+            told: i32[3 R + S].
+            num_rows: R.
+        """
+        ids, bits, rows_finite, slices_finite = np.split(told, np.arange(1, 4) * num_rows)
+        return cls(ids, bits.view(np.float32), rows_finite != 0, slices_finite != 0)
 
 
 def head(
@@ -90,17 +124,24 @@ def head(
 
 
 def sample_rows(
-    max_num_seqs: int, raw: jax.Array, processed: jax.Array, rows: SamplingRows
+    raw: jax.Array,
+    processed: jax.Array,
+    rows_finite: jax.Array,
+    slices_finite: jax.Array,
+    still: StillRows,
+    output_positions: jax.Array,
 ) -> Sampled:
     """Draws a token per row.
 
     Args:
-        max_num_seqs: S, static.
         raw, processed: f32[R, V].
-        rows: sampling parameters of R rows.
+        rows_finite: bool[R], from `head`.
+        slices_finite: bool[S], from `select`.
+        still, output_positions: sampling parameters of R rows; i32[R].
     """
+    rows = still.at(output_positions)
     token_ids = sample(processed, rows)
-    last_ids = jnp.zeros(max_num_seqs, jnp.int32).at[: len(token_ids)].set(token_ids)
+    last_ids = jnp.zeros(len(slices_finite), jnp.int32).at[: len(token_ids)].set(token_ids)
     wanted = jnp.any(rows.wants_logprobs)
     logprobs = jax.lax.switch(
         jnp.where(wanted, 1 + jnp.any(rows.reports_processed).astype(jnp.int32), 0),
@@ -110,19 +151,26 @@ def sample_rows(
             lambda: chosen_logprobs(reported(raw, processed, rows), token_ids),
         ],
     )
-    return Sampled(token_ids, last_ids, logprobs)
+    bits = jax.lax.bitcast_convert_type(logprobs, jnp.int32)
+    flags = [one.astype(jnp.int32) for one in (rows_finite, slices_finite)]
+    return Sampled(token_ids, last_ids, jnp.concatenate([token_ids, bits, *flags]))
 
 
 def candidates(
-    count: int, raw: jax.Array, processed: jax.Array, rows: SamplingRows
+    count: int,
+    raw: jax.Array,
+    processed: jax.Array,
+    still: StillRows,
+    output_positions: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """The likeliest tokens of each row under what it reports: `top_logprobs`.
 
     Args:
         count: K, static.
         raw, processed: f32[R, V].
-        rows: sampling parameters of R rows.
+        still, output_positions: as of `sample_rows`.
     """
+    rows = still.at(output_positions)
     logits = jax.lax.cond(
         jnp.any(rows.reports_processed), lambda: reported(raw, processed, rows), lambda: raw
     )

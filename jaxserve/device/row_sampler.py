@@ -17,10 +17,11 @@ from jaxserve.device.programs import ProgramTable
 from jaxserve.device.row_programs import (
     RawLogits,
     Sampled,
+    StillRows,
     bias_rows,
     penalty_rows,
-    sampling_rows,
 )
+from jaxserve.device.shared_inputs import SharedInputs
 from jaxserve.device.step_shapes import COUNT_PIECE, StepShapes
 from jaxserve.model.registry import Params
 from jaxserve.schedule.batch import CountLoad, DeviceBatch
@@ -30,11 +31,11 @@ class RowOutputs(NamedTuple):
     """What the logit rows of a step give: on the device, or fetched from it as numpy.
 
     Args:
-        sampled: (token ids i32[R], logprobs f32[R], finite bool[R]).
+        told: i32[3 R + S], to be read by `row_programs.Told`.
         candidates: (token ids i32[R, K], logprobs f32[R, K]), where wanted.
     """
 
-    sampled: tuple[Any, ...]
+    told: Any
     candidates: tuple[Any, ...] | None
 
 
@@ -44,11 +45,13 @@ class RowSampler:
     Args:
         shapes: of the engine.
         programs: the executor's table.
+        inputs: the executor's.
     """
 
-    def __init__(self, shapes: StepShapes, programs: ProgramTable):
+    def __init__(self, shapes: StepShapes, programs: ProgramTable, inputs: SharedInputs):
         self._shapes = shapes
         self._programs = programs
+        self._inputs = inputs
         # What rows without options are given beside rows that have some; on the device once for all.
         self._no_options = {
             r: shapes.placement.put(shapes.no_options(r)) for r in shapes.buckets.rows
@@ -69,6 +72,7 @@ class RowSampler:
         batch: DeviceBatch,
         head_params: Params,
         hidden: jax.Array,
+        slices_finite: jax.Array,
         masks: np.ndarray | None = None,
     ) -> RowOutputs:
         """Samples one token for each logit row of a batch, which has some.
@@ -76,24 +80,25 @@ class RowSampler:
         Args:
             batch: of the step.
             head_params: of the model.
-            hidden: [S, E], from `select`.
+            hidden, slices_finite: [S, E] and bool[S], from `select`.
             masks: u32[num_rows, W], where the batch awaits them.
         """
         num_rows = batch.bucket.num_rows
         raw = RawLogits(*self._programs["head", num_rows](head_params, hidden))
-        rows = sampling_rows(batch)
+        rows = self._inputs.put(StillRows.of(batch)), batch.output_positions
         processed = raw.logits
         if masks is not None or batch.penalties is not None or batch.logit_bias is not None:
             processed = self._process(batch, raw.logits, masks)
-        outputs = Sampled(*self._programs["sample", num_rows](raw.logits, processed, rows))
+        sample = self._programs["sample", num_rows]
+        outputs = Sampled(*sample(raw.logits, processed, raw.finite, slices_finite, *rows))
         self.last_ids = outputs.last_ids
         if batch.penalties is not None:
             count = self._programs["count", num_rows]
             self._counts = count(self._counts, batch.penalties.slots, outputs.token_ids)
         candidates = None
         if batch.wants_candidates:
-            candidates = self._programs["candidates", num_rows](raw.logits, processed, rows)
-        return RowOutputs((outputs.token_ids, outputs.logprobs, raw.finite), candidates)
+            candidates = self._programs["candidates", num_rows](raw.logits, processed, *rows)
+        return RowOutputs(outputs.told, candidates)
 
     def _process(
         self, batch: DeviceBatch, logits: jax.Array, masks: np.ndarray | None

@@ -1,6 +1,6 @@
 """The pure functions that make up a step; `executor.py` compiles each once per rung of its ladder.
 
-    embed       (T)   token ids, and those sampled last -> [T, E]
+    embed       (T)   token ids, and those sampled last -> [T, E]; what else changes in every step
     layers      (T)   a run of consecutive layers: [T, E] -> [T, E], pages written; called for one
                       run after the other
     select      (T)   the rows that need logits: [T, E] -> [S, E]; which slices are finite
@@ -12,53 +12,77 @@ share one program, or one for each sort of run where layers differ in window or 
 samples nothing (the middle of a long prompt) skips the head.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxserve.model.attention import PagedRows
 from jaxserve.model.registry import ModelFunctions, Params
 from jaxserve.schedule.batch import DeviceBatch
 
 
+class Embedded(NamedTuple):
+    """What `embed_tokens` returns."""
+
+    x: jax.Array  # [T, E]
+    positions: jax.Array  # i32[T]
+    kv_lens: jax.Array  # i32[S]
+
+
+def moving_inputs(batch: DeviceBatch) -> np.ndarray:
+    """What changes from each step to the next, as one array: the host sends it once, and on the device
+    it comes apart. i32[2 T + S]: token ids, positions, kv_lens.
+    """
+    return np.concatenate([batch.token_ids, batch.positions, batch.kv_lens])
+
+
 def embed_tokens(
-    model: ModelFunctions, embed_params: Params, token_ids: jax.Array, last_ids: jax.Array
-) -> jax.Array:
+    model: ModelFunctions,
+    num_tokens: int,
+    embed_params: Params,
+    moving: jax.Array,
+    last_ids: jax.Array,
+) -> Embedded:
     """Token embeddings; tokens that the host does not know yet are read from the step before.
 
     Args:
-        model: static.
+        model, num_tokens: static; T.
         embed_params: params["embed"].
-        token_ids: i32[T]; -1 - r stands for last_ids[r].
+        moving: i32[2 T + S], `moving_inputs`; the token id -1 - r stands for last_ids[r].
         last_ids: i32[S], what each logit row of the step before sampled.
-
-    Returns:
-        [T, E].
     """
+    token_ids, positions, kv_lens = jnp.split(moving, [num_tokens, 2 * num_tokens])
     known = jnp.where(token_ids < 0, last_ids.at[-1 - token_ids].get(mode="clip"), token_ids)
-    return model.embed(embed_params, known)
+    return Embedded(model.embed(embed_params, known), positions, kv_lens)
 
 
-class ForwardInputs(NamedTuple):
-    """The part of a batch that the layers read. Shapes as in `DeviceBatch`."""
+class StillInputs(NamedTuple):
+    """What the layers read beside that, and what is mostly as it was in the step before."""
 
-    token_ids: jax.Array
-    positions: jax.Array
-    rows: PagedRows
-    logit_rows: jax.Array
+    page_table: Any
+    kv_starts: Any
+    cu_q_lens: Any
+    ranges: Any
+    logit_rows: Any
 
+    @classmethod
+    def of(cls, batch: DeviceBatch) -> "StillInputs":
+        """The batch's arrays, untouched."""
+        return cls(
+            batch.page_table, batch.kv_starts, batch.cu_q_lens, batch.ranges, batch.logit_rows
+        )
 
-def forward_inputs(batch: DeviceBatch) -> ForwardInputs:
-    """The batch's arrays, untouched, in the shape that the layers take."""
-    rows = PagedRows(
-        kv_lens=batch.kv_lens,
-        page_table=batch.page_table,
-        kv_starts=batch.kv_starts,
-        cu_q_lens=batch.cu_q_lens,
-        ranges=batch.ranges,
-    )
-    return ForwardInputs(batch.token_ids, batch.positions, rows, batch.logit_rows)  # type: ignore[arg-type]
+    def rows(self, kv_lens: Any) -> PagedRows:
+        """In the shape that the layers take."""
+        return PagedRows(
+            kv_lens=kv_lens,
+            page_table=self.page_table,
+            kv_starts=self.kv_starts,
+            cu_q_lens=self.cu_q_lens,
+            ranges=self.ranges,
+        )
 
 
 def select(

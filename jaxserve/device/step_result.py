@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxserve.device.row_programs import Told
 from jaxserve.device.row_sampler import RowOutputs
 from jaxserve.device.scoring import ScoredBlock, fetched_scores
 from jaxserve.schedule.batch import DeviceBatch, SampledTokens
@@ -20,12 +21,12 @@ class StepOutputs(NamedTuple):
     """What the programs of one step return, on the device.
 
     Args:
-        slices_finite: bool[S].
+        slices_finite: bool[S]; among `rows` too, so it may be left out beside them.
         rows: what was sampled; None where nothing is.
         scored: of each block of rows that are scored; none where nothing is.
     """
 
-    slices_finite: jax.Array
+    slices_finite: jax.Array | None
     rows: RowOutputs | None = None
     scored: Sequence[ScoredBlock] = ()
 
@@ -90,10 +91,15 @@ class DeviceStep:
             raise RuntimeError("result: this step awaits masks; give_masks comes first")
         try:
             self._settle()  # those pages left before the step began: write them while it runs
-            fetched = jax.device_get(list(self._outputs))
+            fetched = jax.device_get([_to_fetch(one) for one in self._outputs])
             return _one_after_the_other([sampled_tokens(self._batch, *one) for one in fetched])
         finally:
             self.is_done = True
+
+
+def _to_fetch(outputs: StepOutputs) -> StepOutputs:
+    """Without what is told twice: each array that is fetched takes the host some time."""
+    return outputs if outputs.rows is None else outputs._replace(slices_finite=None)
 
 
 def _one_after_the_other(steps: Sequence[SampledTokens]) -> SampledTokens:
@@ -119,7 +125,7 @@ def _joined(arrays: Sequence[np.ndarray | None]) -> np.ndarray | None:
 
 def sampled_tokens(
     batch: DeviceBatch,
-    slices_finite: np.ndarray,
+    slices_finite: np.ndarray | None,
     rows: RowOutputs | None,
     scored: Sequence[ScoredBlock] = (),
 ) -> SampledTokens:
@@ -130,6 +136,9 @@ def sampled_tokens(
         slices_finite, rows, scored: as in `StepOutputs`, fetched.
     """
     num_slices, num_rows = int(batch.ranges[2]), batch.num_rows
+    told = None if rows is None else Told.read(rows.told, batch.bucket.num_rows)
+    slices_finite = slices_finite if told is None else told.slices_finite
+    assert slices_finite is not None
     finite = np.array(slices_finite[:num_slices])
     ends = batch.cu_q_lens[1 : num_slices + 1]
 
@@ -138,11 +147,11 @@ def sampled_tokens(
         owners = np.searchsorted(ends, tokens, side="right")
         finite[owners[(owners < num_slices) & ~are_finite]] = False
 
-    if rows is None:
+    if told is None:
         token_ids, logprobs = np.zeros(0, np.int32), np.zeros(0, np.float32)
     else:
-        token_ids, logprobs, rows_finite = (array[:num_rows] for array in rows.sampled)
-        mark(batch.logit_rows[:num_rows], rows_finite)
+        token_ids, logprobs = told.token_ids[:num_rows], told.logprobs[:num_rows]
+        mark(batch.logit_rows[:num_rows], told.rows_finite[:num_rows])
     scores = None
     if scored:
         scores, scores_finite = fetched_scores(scored, len(batch.score_rows))

@@ -21,15 +21,15 @@ from jaxserve.device.programs import Key, Lowering, Program, ProgramTable, lower
 from jaxserve.device.row_programs import (
     RawLogits,
     Sampled,
+    StillRows,
     bias_rows,
     candidates,
     head,
     penalty_rows,
     sample_rows,
-    sampling_rows,
 )
 from jaxserve.device.scoring import SCORE_ROWS, ScoredBlock, gather_rows, score_rows
-from jaxserve.device.step import embed_tokens, forward_inputs, select
+from jaxserve.device.step import Embedded, StillInputs, embed_tokens, moving_inputs, select
 from jaxserve.model.kv_scales import KVScales
 from jaxserve.model.registry import ModelFunctions, Params
 from jaxserve.model.sharding import pages_spec, param_specs
@@ -223,7 +223,8 @@ class StepShapes:
         Those of layers, one for each sort of run, give back their input and their pages: both are
         donated.
         """
-        inputs = forward_inputs(self.padding(Bucket(num_tokens, 1)))
+        padding = self.padding(Bucket(num_tokens, 1))
+        still = StillInputs.of(padding)
         params = self.served_params
         x = self.abstract_hidden(num_tokens)
         run = slice(self.layers_per_program)
@@ -237,8 +238,8 @@ class StepShapes:
                         self.model.layer_params(params)[run],
                         self.abstract_pages()[run],
                         x,
-                        inputs.positions,
-                        inputs.rows,
+                        padding.positions,
+                        still.rows(padding.kv_lens),
                         None if scales is None else scales[run],
                     ),
                     donated=(1, 2),
@@ -248,12 +249,11 @@ class StepShapes:
             ),
             self.program(
                 ("embed", num_tokens),
-                functools.partial(embed_tokens, self.model),
-                (params["embed"], inputs.token_ids, self.abstract_last_ids),
+                functools.partial(embed_tokens, self.model, num_tokens),
+                (params["embed"], moving_inputs(padding), self.abstract_last_ids),
+                returns=(Embedded,),
             ),
-            self.program(
-                ("select", num_tokens), select, (x, inputs.logit_rows, inputs.rows.cu_q_lens)
-            ),
+            self.program(("select", num_tokens), select, (x, still.logit_rows, still.cu_q_lens)),
             self.program(("gather_scored", num_tokens), gather_rows, (x, self.abstract_block)),
         ]
 
@@ -263,8 +263,10 @@ class StepShapes:
         hidden = self.abstract_hidden(max_num_seqs)
         logits = jax.ShapeDtypeStruct((num_rows, self.model.config.vocab_size), jnp.float32)
         logits = self.placement.abstract(logits, cut)
-        rows = sampling_rows(self.padding(Bucket(1, num_rows)))
+        padding = self.padding(Bucket(1, num_rows))
+        rows = StillRows.of(padding)
         ids = jax.ShapeDtypeStruct((num_rows,), jnp.int32)
+        finite = [jax.ShapeDtypeStruct((n,), jnp.bool_) for n in (num_rows, max_num_seqs)]
         return [
             self.program(
                 ("head", num_rows),
@@ -281,8 +283,8 @@ class StepShapes:
             ),
             self.program(
                 ("sample", num_rows),
-                functools.partial(sample_rows, max_num_seqs),
-                (logits, logits, rows),
+                sample_rows,
+                (logits, logits, *finite, rows, padding.output_positions),
                 returns=(Sampled,),
             ),
             self.program(
@@ -295,7 +297,7 @@ class StepShapes:
             self.program(
                 ("candidates", num_rows),
                 functools.partial(candidates, self.num_candidates),
-                (logits, logits, rows),
+                (logits, logits, rows, padding.output_positions),
             ),
         ]
 
