@@ -234,10 +234,12 @@ def _params_on_devices(
     """Those of a checkpoint one after the other, so that the host never holds all of them beside it."""
     place = ParamPlacer(model, placement)
     if not isinstance(loaded.params, ParamStream):
-        return put_params(loaded.params, model.given_params, own=own, pack=model.packs, place=place)
+        return put_params(
+            loaded.params, model.given_params, own=own, pack=model.layout, place=place
+        )
     if model.packs or (placement.platform == "cpu" and not placement.is_shared):  # used in place
         read = loaded.params.take(None)
-        return put_params(read, model.given_params, pack=model.packs, consume=True, place=place)
+        return put_params(read, model.given_params, pack=model.layout, consume=True, place=place)
     read = loaded.params.take(
         lambda path, array: jax.block_until_ready(place(path, array)), place.sharding_of
     )

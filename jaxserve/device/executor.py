@@ -190,7 +190,7 @@ class DeviceExecutor:
         """
         model = self._shapes.model
         place = ParamPlacer(model, self._shapes.placement)
-        return put_params(params, model.given_params, own=True, pack=model.packs, place=place)
+        return put_params(params, model.given_params, own=True, pack=model.layout, place=place)
 
     def use_params(self, prepared: Params) -> None:
         """Other weights from the next step on. Pages keep what the old ones computed, and an 8-bit KV

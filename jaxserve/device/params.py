@@ -14,7 +14,7 @@ from jax.sharding import Sharding
 
 from jaxserve.device.placement import Placement
 from jaxserve.errors import ConfigError
-from jaxserve.model.packed import pack_params
+from jaxserve.model.packed import LayerLayout, pack_params
 from jaxserve.model.registry import ModelFunctions, Params
 from jaxserve.model.sharding import fit_param, param_specs
 
@@ -26,7 +26,7 @@ def put_params(
     abstract: Params,
     *,
     own: bool = False,
-    pack: bool = False,
+    pack: LayerLayout | None = None,
     consume: bool = False,
     place: Place | None = None,
 ) -> Params:
@@ -38,8 +38,8 @@ def put_params(
         abstract: `ModelFunctions.given_params`.
         own: numpy arrays may be written to afterwards. Else they are not, and where the device is
             the CPU they are used in place: a mapped checkpoint is not copied.
-        pack: pack the matrices (`model.packed`). What is packed is a copy, so for arrays that are on
-            the device already the caller's come on top.
+        pack: pack layers so, and the head (`model.packed`). What is packed is a copy, so for arrays that
+            are on the device already the caller's come on top. None = as they are.
         consume: `params` is a dict that nobody else needs, and is empty afterwards: each matrix is
             dropped once it is packed.
         place: puts one param on its devices; None = the default one.
@@ -53,8 +53,8 @@ def put_params(
     callers = {id(leaf) for leaf in jax.tree.leaves(checked)} if own else set()
     if consume and isinstance(params, dict):
         params.clear()
-    if pack:
-        checked = pack_params(checked, consume=True)  # from a tree of our own
+    if pack is not None:
+        checked = pack_params(checked, pack, consume=True)  # from a tree of our own
     if own and jax.default_backend() == "cpu":  # not what was made here
         checked = jax.tree.map(lambda leaf: _copied(leaf) if id(leaf) in callers else leaf, checked)
     if place is None:

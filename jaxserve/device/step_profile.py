@@ -99,9 +99,9 @@ def record_calls(table: ProgramTable) -> Iterator[dict[Key, ProgramCalls]]:
 def _look_at(key: Key, compiled: Any, arguments: tuple[Any, ...]) -> ProgramCalls:
     """Counts what a program is given; reads shapes only, for donated arguments are gone afterwards."""
     trees = [one for one in arguments if not isinstance(one, jax.Array)]
-    leaves = jax.tree.leaves(trees, is_leaf=lambda one: isinstance(one, KVPages))
-    pools = [one for one in leaves if isinstance(one, KVPages)]
-    matrices = [one for one in leaves if isinstance(one, jax.Array) and one.ndim > 1]
+    leaves = jax.tree.leaves_with_path(trees, is_leaf=lambda one: isinstance(one, KVPages))
+    pools = [one for _, one in leaves if isinstance(one, KVPages)]
+    matrices = [one for path, one in leaves if _is_read_whole(path, one)]
     flops, accessed = _xla_counts(compiled)
     num_weights = sum(one.size for one in matrices)
     is_lookup = flops is not None and flops < num_weights and not _calls_a_kernel(compiled)
@@ -117,6 +117,12 @@ def _look_at(key: Key, compiled: Any, arguments: tuple[Any, ...]) -> ProgramCall
     ]
     calls.weight_bytes = sum(sizes)
     return calls
+
+
+def _is_read_whole(path: tuple[Any, ...], leaf: Any) -> bool:
+    """Whether it is a matrix, or a layer whose matrices are one array (`model.packed`)."""
+    is_layer = bool(path) and getattr(path[-1], "key", None) == "packed"
+    return isinstance(leaf, jax.Array) and (leaf.ndim > 1 or is_layer)
 
 
 def _token_bytes(pool: KVPages) -> int:

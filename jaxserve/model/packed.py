@@ -1,49 +1,131 @@
-"""Weights as the C++ product takes them: q, k, v as one matrix, gate and up as another, and every matrix
-in panels that lie in memory as they are read (`pallas_kernels.dense`).
+"""Weights as the C++ products take them: q, k, v as one matrix, gate and up as another, every matrix in
+panels that lie in memory as they are read (`pallas_kernels.dense`), and all parameters of a layer in one
+array: calling a program takes the host some time for every array that it is given.
 
-Made by `device.params` where `ModelFunctions.packs` says that it pays. Nothing else changes: a column of
-what is joined is what it was. Invariant: a layer, or a head, is packed as a whole or not at all, and
-`is_packed` tells which.
+Made by `device.params` where `ModelFunctions.layout` says how. Nothing else changes: a column of what is
+joined is what it was. Invariant: a layer, or a head, is packed as a whole or not at all, and `is_packed`
+tells which.
 """
 
+import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.dense.cpu import pack, pack_gated
+from jaxserve.model_config import ModelConfig
+from pallas_kernels.dense.cpu import Part, gated_shape, pack, pack_gated, packed_shape
 from pallas_kernels.native.huge_pages import Arena
 
-# (module, the name of what is packed, its parts in the order of their columns)
-PACKED = (
-    ("attn", "qkv", ("q", "k", "v")),
-    ("attn", "o", ("o",)),
-    ("mlp", "gate_up", ("gate", "up")),
-    ("mlp", "down", ("down",)),
-)
-_PARTS = frozenset(part for _, _, parts in PACKED for part in parts)
+_LINE = 16  # floats: each piece begins with a line of the cache
+
+# name of the piece -> (module, the projections that it is made of, in the order of their columns)
+_PROJECTIONS = {
+    "qkv": ("attn", ("q", "k", "v")),
+    "o": ("attn", ("o",)),
+    "gate_up": ("mlp", ("gate", "up")),
+    "down": ("mlp", ("down",)),
+}
+_NORMS = {
+    "input_norm": ("input_norm",),
+    "post_attn_norm": ("post_attn_norm",),
+    "q_norm": ("attn", "q_norm"),
+    "k_norm": ("attn", "k_norm"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Where a parameter stands in the array of its layer.
+
+    Args:
+        at: its first float.
+        shape: its own.
+    """
+
+    at: int
+    shape: tuple[int, ...]
+
+    def of(self, layer: Any) -> Part:
+        """As the products take it, from the layer's array."""
+        return Part(layer, self.at)
+
+    def view(self, layer: np.ndarray) -> np.ndarray:
+        """Itself, to be written."""
+        return layer[self.at : self.at + math.prod(self.shape)].reshape(self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerLayout:
+    """The pieces of a layer's array, one after the other: matrices, biases, norms.
+
+    Args:
+        pieces: (name, piece) of each that the config has: those of `_PROJECTIONS`, with "_bias" behind
+            the name their biases, those of `_NORMS`.
+        size: of the array, in floats.
+    """
+
+    pieces: tuple[tuple[str, Piece], ...]
+    size: int
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> "LayerLayout":
+        """The layout of a config's layers, which are all alike."""
+        outer, inner = config.hidden_size, config.intermediate_size
+        q_size = config.num_heads * config.head_dim
+        qkv_size = q_size + 2 * config.num_kv_heads * config.head_dim
+        shapes: dict[str, tuple[int, ...]] = {
+            "qkv": packed_shape(outer, qkv_size),
+            "o": packed_shape(q_size, outer),
+            "gate_up": gated_shape(outer, inner),
+            "down": packed_shape(inner, outer),
+        }
+        if config.qkv_bias:
+            shapes["qkv_bias"] = (qkv_size,)
+        if config.o_bias:
+            shapes["o_bias"] = (outer,)
+        if config.mlp_bias:
+            shapes |= {"gate_up_bias": (2 * inner,), "down_bias": (outer,)}
+        shapes |= {"input_norm": (outer,), "post_attn_norm": (outer,)}
+        if config.qk_norm:
+            shapes |= {"q_norm": (config.head_dim,), "k_norm": (config.head_dim,)}
+        pieces, end = [], 0
+        for name, shape in shapes.items():
+            pieces.append((name, Piece(end, shape)))
+            end += -(-math.prod(shape) // _LINE) * _LINE
+        return cls(tuple(pieces), end)
+
+    def part(self, name: str, layer: Any) -> Part | None:
+        """A piece as the products take it; None where the config has none of that name."""
+        piece = dict(self.pieces).get(name)
+        return None if piece is None else piece.of(layer)
 
 
 def is_packed(tree: Mapping[str, Any]) -> bool:
-    """Whether the params of a layer come from `pack_layer`, or those of a head from `pack_linear`."""
-    return "packed" in (tree["attn"]["o"] if "attn" in tree else tree)
+    """Whether the params of a layer, or of a head, are packed."""
+    return "packed" in tree
 
 
-def pack_params(params: Mapping[str, Any], *, consume: bool = False) -> dict[str, Any]:
-    """Params with the matrices of every layer and of the head packed; all else is shared. A tied head
-    becomes one of its own: the embedding is read by rows, the head by panels.
+def pack_params(
+    params: Mapping[str, Any], layout: LayerLayout, *, consume: bool = False
+) -> dict[str, Any]:
+    """Params with every layer and the head packed; all else is shared. A tied head becomes one of its own:
+    the embedding is read by rows, the head by panels.
 
     Args:
         params: as `model.llama` describes them.
+        layout: of its layers.
         consume: take the projections of the layers out of `params` as they are packed, so that all
             of them plain and all of them packed are never held together.
     """
     memory = Arena()
-    layers = {i: pack_layer(one, memory, consume=consume) for i, one in params["layers"].items()}
+    layers = {
+        i: pack_layer(one, layout, memory, consume=consume) for i, one in params["layers"].items()
+    }
     head = params.get("lm_head") or {"kernel": _turned(params["embed"]["embedding"])}
-    return {**params, "layers": layers, "lm_head": pack_linear([head], memory)}
+    return {**params, "layers": layers, "lm_head": pack_head(head, memory)}
 
 
 def _turned(embedding: Any) -> Any:
@@ -53,53 +135,51 @@ def _turned(embedding: Any) -> Any:
     return np.asarray(embedding).T
 
 
+def pack_head(head: Mapping[str, Any], memory: Arena) -> dict[str, Any]:
+    """{"packed": f32[P, E, 64]} of {"kernel": [E, V]}."""
+    kernel = head["kernel"]
+    if isinstance(kernel, jax.ShapeDtypeStruct):
+        return {"packed": pack([kernel])}
+    out = memory.zeros(packed_shape(*kernel.shape), kernel.dtype)
+    return {"packed": pack([kernel], out)}
+
+
 def pack_layer(
-    layer: Mapping[str, Any], memory: Arena | None = None, *, consume: bool = False
+    layer: Mapping[str, Any], layout: LayerLayout, memory: Arena, *, consume: bool = False
 ) -> dict[str, Any]:
-    """A layer's params with the projections of `PACKED`; all else is shared.
+    """A layer's params as one array.
 
     Args:
         layer: {"attn": {q, k, v, o, ...}, "mlp": {gate, up, down}, ...} of numpy arrays, arrays on a
             device, or abstract arrays; each projection {"kernel": [in, out], "bias": [out] or not}.
-        memory: where what is packed goes; None = where numpy puts it.
-        consume: take them out of `layer`.
+        layout: where each goes.
+        memory: where the array comes from.
+        consume: take projections out of `layer`.
 
     Returns:
-        {"attn": {qkv, o, ...}, "mlp": {gate_up, down}, ...}, each projection {"packed": [P, in, 64],
-        "bias": [out] or not}.
+        {"packed": f32[layout.size]}.
     """
-    packed = dict(layer)
-    for module, name, parts in PACKED:
-        if packed[module] is layer[module]:
-            rest = {key: value for key, value in layer[module].items() if key not in _PARTS}
-            packed[module] = rest
-        make = pack_swiglu if name == "gate_up" else pack_linear
-        packed[module][name] = make([layer[module][part] for part in parts], memory)
+    dtype = layer["input_norm"]["scale"].dtype
+    if isinstance(layer["input_norm"]["scale"], jax.ShapeDtypeStruct):
+        return {"packed": jax.ShapeDtypeStruct((layout.size,), dtype)}
+    packed = memory.zeros((layout.size,), dtype)
+    views = {name: piece.view(packed) for name, piece in layout.pieces}
+    for name, (module, parts) in _PROJECTIONS.items():
+        projections = [layer[module][part] for part in parts]
+        kernels = [one["kernel"] for one in projections]
+        if name == "gate_up":
+            pack_gated(*kernels, views[name])
+        else:
+            pack(kernels, views[name])
+        if f"{name}_bias" in views:
+            views[f"{name}_bias"][:] = np.concatenate([one["bias"] for one in projections])
         for part in parts if consume else ():
             del layer[module][part]
-    return packed
-
-
-def pack_linear(parts: list[Mapping[str, Any]], memory: Arena | None = None) -> dict[str, Any]:
-    """Projections of the same rows as one."""
-    return _with_bias(pack([part["kernel"] for part in parts], memory), parts)
-
-
-def pack_swiglu(parts: list[Mapping[str, Any]], memory: Arena | None = None) -> dict[str, Any]:
-    """Gate and up as one, a piece of each in every panel; their biases end to end."""
-    gate, up = (part["kernel"] for part in parts)
-    return _with_bias(pack_gated(gate, up, memory), parts)
-
-
-def _with_bias(packed: Any, parts: list[Mapping[str, Any]]) -> dict[str, Any]:
-    if "bias" not in parts[0]:
-        return {"packed": packed}
-    return {"packed": packed, "bias": _end_to_end([part["bias"] for part in parts])}
-
-
-def _end_to_end(biases: list[Any]) -> Any:
-    if isinstance(biases[0], jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct((sum(one.shape[0] for one in biases),), biases[0].dtype)
-    if all(isinstance(one, np.ndarray) for one in biases):
-        return np.concatenate(biases)
-    return jnp.concatenate([jnp.asarray(one) for one in biases])
+        del projections, kernels
+    for name, path in _NORMS.items():
+        if name in views:
+            norm = layer
+            for key in path:
+                norm = norm[key]
+            views[name][:] = norm["scale"]
+    return {"packed": packed}

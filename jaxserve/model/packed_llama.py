@@ -10,165 +10,85 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxserve.model.attention import AttentionKernel, HeadAttention, PagedRows, head_norms
+from jaxserve.model.attention import AttentionKernel, HeadAttention, PagedRows
 from jaxserve.model.layers import RMSNorm, param
+from jaxserve.model.packed import LayerLayout
 from jaxserve.model_config import ModelConfig
-from pallas_kernels.dense.cpu import (
-    Norm,
-    dense,
-    dense_gated,
-    dense_heads,
-    gated_shape,
-    packed_shape,
-)
+from pallas_kernels.dense.cpu import Norm, Part, dense, dense_gated, dense_heads, packed_shape
 from pallas_kernels.ragged_paged_attention.layout import KVPages
 
 
-class PackedWeight(nnx.Module):
-    """A weight f32[P, in, 64] and, where the config asks for it, its bias."""
+class PackedLlamaBlock(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)); all that a layer is made of is one array."""
 
-    def __init__(self, shape: tuple[int, int, int], num_bias: int, dtype: jnp.dtype):
-        self.packed = param(shape, dtype)
-        self.bias = param((num_bias,), dtype) if num_bias else None
-
-    @property
-    def operands(self) -> tuple[Array, Array | None]:
-        """(weight, bias or None)."""
-        return self.packed[...], None if self.bias is None else self.bias[...]
-
-
-class PackedLinear(PackedWeight):
-    """A projection, of a norm of its rows and with a residual where they are given; `multiplier` is for
-    what is added to that.
-    """
-
-    def __init__(
-        self,
-        num_in: int,
-        num_out: int,
-        dtype: jnp.dtype,
-        *,
-        use_bias: bool = False,
-        multiplier: float = 1.0,
-    ):
-        super().__init__(packed_shape(num_in, num_out), num_out if use_bias else 0, dtype)
-        self.num_out = num_out
-        self.multiplier = multiplier
-
-    def __call__(
-        self,
-        x: Float[Array, "T I"],
-        *,
-        norm: RMSNorm | None = None,
-        residual: Float[Array, "T O"] | None = None,
-    ) -> Float[Array, "T O"]:
-        packed, bias = self.operands
-        return dense(
-            x,
-            packed,
-            self.num_out,
-            norm=_of(norm),
-            bias=bias,
-            residual=residual,
-            multiplier=self.multiplier,
-        )
-
-
-class PackedGate(PackedWeight):
-    """The first half of SwiGLU: silu(gate(norm(x))) * up(norm(x))."""
-
-    def __init__(self, num_in: int, num_out: int, dtype: jnp.dtype, *, use_bias: bool):
-        super().__init__(gated_shape(num_in, num_out), 2 * num_out if use_bias else 0, dtype)
-        self.num_out = num_out
-
-    def __call__(self, x: Float[Array, "T E"], norm: RMSNorm) -> Float[Array, "T I"]:
-        packed, bias = self.operands
-        return dense_gated(x, packed, self.num_out, norm=_of(norm), bias=bias)
-
-
-class PackedHeads(PackedWeight):
-    """q, k and v of norm(x), q and k normed by head where norms are given, and rotated."""
-
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype):
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, kernel: AttentionKernel):
+        self.layout = LayerLayout.of(config)
+        self.packed = param((self.layout.size,), dtype)
+        self.attend = HeadAttention(kernel=kernel, scale=config.attention_scale)
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
-        self.head_dim = config.head_dim
-        num_out = (self.num_heads + 2 * self.num_kv_heads) * config.head_dim
-        shape = packed_shape(config.hidden_size, num_out)
-        super().__init__(shape, num_out if config.qkv_bias else 0, dtype)
+        self.head_dim, self.inner_size = config.head_dim, config.intermediate_size
+        self.eps, self.multiplier = config.rms_norm_eps, config.residual_multiplier
 
-    def __call__(
-        self,
-        x: Float[Array, "T E"],
-        norm: RMSNorm,
-        cos: Float[Array, "T 1 D2"],
-        sin: Float[Array, "T 1 D2"],
-        head_norms: tuple[RMSNorm | None, RMSNorm | None],
-    ) -> tuple[Float[Array, "T H D"], Float[Array, "T K D"], Float[Array, "T K D"]]:
-        packed, bias = self.operands
-        q_norm, k_norm = head_norms
-        return dense_heads(
+    def __call__(self, x, cos, sin, rows: PagedRows, kv: KVPages, scales, window: int | None):
+        q, k, v = dense_heads(
             x,
-            packed,
+            self._weight("qkv"),
             cos,
             sin,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
-            norm=_of(norm),
-            bias=bias,
-            q_norm=_of(q_norm),
-            k_norm=_of(k_norm),
+            norm=self._norm("input_norm"),
+            bias=self._part("qkv_bias"),
+            q_norm=self._norm("q_norm"),
+            k_norm=self._norm("k_norm"),
+        )
+        attended, kv = self.attend(q, k, v, rows, kv, scales, window)
+        x = self._added_to(x, attended, "o")
+        inner = dense_gated(
+            x,
+            self._weight("gate_up"),
+            self.inner_size,
+            norm=self._norm("post_attn_norm"),
+            bias=self._part("gate_up_bias"),
+        )
+        return self._added_to(x, inner, "down"), kv
+
+    def _added_to(
+        self, x: Float[Array, "T E"], rows: Float[Array, "T I"], name: str
+    ) -> Float[Array, "T E"]:
+        """x and a projection of other rows."""
+        return dense(
+            rows,
+            self._weight(name),
+            x.shape[1],
+            bias=self._part(f"{name}_bias"),
+            residual=x,
+            multiplier=self.multiplier,
         )
 
+    def _part(self, name: str) -> Part | None:
+        return self.layout.part(name, self.packed[...])
 
-class PackedAttention(nnx.Module):
-    """x + attention(norm(x))."""
+    def _weight(self, name: str) -> Part:
+        part = self._part(name)
+        assert part is not None, name
+        return part
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, kernel: AttentionKernel):
-        self.qkv = PackedHeads(config, dtype)
-        q_size = config.num_heads * config.head_dim
-        self.o = PackedLinear(
-            q_size,
-            config.hidden_size,
-            dtype,
-            use_bias=config.o_bias,
-            multiplier=config.residual_multiplier,
-        )
-        self.q_norm, self.k_norm = head_norms(config, dtype)
-        self.attend = HeadAttention(kernel=kernel, scale=config.attention_scale)
-
-    def __call__(self, x, norm: RMSNorm, cos, sin, rows: PagedRows, kv: KVPages, scales, window):
-        q, k, v = self.qkv(x, norm, cos, sin, (self.q_norm, self.k_norm))
-        out, kv = self.attend(q, k, v, rows, kv, scales, window)
-        return self.o(out, residual=x), kv
+    def _norm(self, name: str) -> Norm | None:
+        scale = self._part(name)
+        return None if scale is None else Norm(scale, self.eps)
 
 
-class PackedMLP(nnx.Module):
-    """x + mlp(norm(x))."""
+class PackedHead(nnx.Module):
+    """A projection to the vocabulary, of a norm of its rows."""
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype):
-        outer, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_up = PackedGate(outer, inner, dtype, use_bias=bias)
-        self.down = PackedLinear(
-            inner, outer, dtype, use_bias=bias, multiplier=config.residual_multiplier
-        )
+    def __init__(self, num_in: int, num_out: int, dtype: jnp.dtype):
+        self.packed = param(packed_shape(num_in, num_out), dtype)
+        self.num_out = num_out
 
-    def __call__(self, x: Float[Array, "T E"], norm: RMSNorm) -> Float[Array, "T E"]:
-        return self.down(self.gate_up(x, norm), residual=x)
-
-
-class PackedLlamaBlock(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
-
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, kernel: AttentionKernel):
-        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.attn = PackedAttention(config, dtype, kernel)
-        self.post_attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.mlp = PackedMLP(config, dtype)
-
-    def __call__(self, x, cos, sin, rows: PagedRows, kv: KVPages, scales, window: int | None):
-        x, kv = self.attn(x, self.input_norm, cos, sin, rows, kv, scales, window)
-        return self.mlp(x, self.post_attn_norm), kv
+    def __call__(self, x: Float[Array, "R E"], norm: RMSNorm) -> Float[Array, "R V"]:
+        return dense(x, self.packed[...], self.num_out, norm=Norm(norm.scale[...], norm.eps))
 
 
 class PackedLlamaHead(nnx.Module):
@@ -176,12 +96,8 @@ class PackedLlamaHead(nnx.Module):
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.lm_head = PackedLinear(config.hidden_size, config.vocab_size, dtype)
+        self.lm_head = PackedHead(config.hidden_size, config.vocab_size, dtype)
 
     def __call__(self, hidden: Float[Array, "R E"]) -> Float[Array, "R V"]:
         """Logits f32[R, V] of hidden rows [R, E]."""
-        return self.lm_head(hidden, norm=self.norm)
-
-
-def _of(norm: RMSNorm | None) -> Norm | None:
-    return None if norm is None else Norm(norm.scale[...], norm.eps)
+        return self.lm_head(hidden, self.norm)

@@ -16,7 +16,7 @@ from flax import nnx
 from jaxserve.model.attention import AttentionKernel, PagedRows
 from jaxserve.model.kv_scales import KVScales
 from jaxserve.model.llama import ModelParts, llama_parts
-from jaxserve.model.packed import is_packed, pack_params
+from jaxserve.model.packed import LayerLayout, is_packed, pack_params
 from jaxserve.model.rope import inverse_frequencies, rotation
 from jaxserve.model.sharding import Shares, shared_config
 from jaxserve.model_config import ARCHITECTURES as ARCHITECTURE_NAMES
@@ -59,9 +59,15 @@ class ModelFunctions:
         return self.kernel.is_native
 
     @property
+    def layout(self) -> LayerLayout | None:
+        """How layers are packed; None where they are not."""
+        return LayerLayout.of(self.config) if self.packs else None
+
+    @property
     def served_params(self) -> Params:
         """What programs take: `abstract_params`, packed where the model `packs`."""
-        return pack_params(self.abstract_params) if self.packs else self.abstract_params
+        layout = self.layout
+        return self.abstract_params if layout is None else pack_params(self.abstract_params, layout)
 
     def layer_params(self, params: Params) -> list[Params]:
         """One tree per layer, in order."""

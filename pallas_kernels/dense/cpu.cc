@@ -8,6 +8,9 @@
 //
 //   x [M, K]   packed [P, K, 64], the weight in panels of 64 columns (cpu.py)   scale [K], bias [N] or empty
 //
+// Or all of these are in one array of floats, each from a place of its own on (`Places`): a program is called the sooner the
+// fewer arrays it takes.
+//
 //   norm                 rows in equal ranges; once, into memory of the calling thread
 //   an item of work      a range of units for up to kMostRows rows; its panels are one run of memory, read once
 //     a unit             the columns that are finished together, while they are in the cache: half a panel, a panel of
@@ -48,9 +51,16 @@ struct Operands {
   float eps;
 };
 
+// Where the parameters of a call begin in their arrays.
+struct Places {
+  int64_t packed, scale, bias;
+};
+
 ffi::Error refuse(const std::string& why) { return ffi::Error::InvalidArgument("dense: " + why); }
 
-const float* data_or_null(const F32& buffer) { return buffer.element_count() ? buffer.typed_data() : nullptr; }
+const float* data_or_null(const F32& buffer, int64_t at = 0) {
+  return buffer.element_count() ? buffer.typed_data() + at : nullptr;
+}
 
 std::string shape_of(const F32& buffer) {
   std::string text = "[";
@@ -58,20 +68,32 @@ std::string shape_of(const F32& buffer) {
   return text + "]";
 }
 
+// Whether `size` floats of one dimension are there from `at` on: all of them, or a part of a larger array.
+ffi::Error check_vector(const std::string& name, const F32& buffer, int64_t at, int64_t size) {
+  const int64_t count = static_cast<int64_t>(buffer.element_count());
+  const bool fits = buffer.dimensions().size() == 1 && at >= 0 && size <= count - at && (at > 0 || count == size);
+  if (count == 0 || fits) return ffi::Error::Success();
+  return refuse(name + " " + shape_of(buffer) + " from " + std::to_string(at) + " on does not fit, expected " +
+                std::to_string(size) + " floats");
+}
+
 // The operands of a call whose weight has n columns, in `panels` panels; every shape is checked here.
-ffi::Error read_operands(const F32& x, const F32& packed, const F32& scale, const F32& bias, float eps, int64_t n,
-                         int64_t panels, Operands& operands) {
+ffi::Error read_operands(const F32& x, const F32& packed, const F32& scale, const F32& bias, const Places& places, float eps,
+                         int64_t n, int64_t panels, Operands& operands) {
   const auto xd = x.dimensions(), pd = packed.dimensions();
-  if (xd.size() != 2 || pd.size() != 3) return refuse("expected x [M, K] and packed [P, K, 64]");
-  if (pd[1] != xd[1] || pd[2] != kPanel || pd[0] != panels)
+  if (xd.size() != 2 || (pd.size() != 3 && pd.size() != 1)) return refuse("expected x [M, K] and packed [P, K, 64]");
+  const int64_t size = panels * xd[1] * kPanel, count = static_cast<int64_t>(packed.element_count());
+  if (pd.size() == 1 && (places.packed < 0 || size > count - places.packed))
+    return refuse("parameters " + shape_of(packed) + " hold no weight of " + std::to_string(size) + " floats from " +
+                  std::to_string(places.packed) + " on");
+  if (pd.size() == 3 && (pd[1] != xd[1] || pd[2] != kPanel || pd[0] != panels || places.packed != 0))
     return refuse("a weight of " + std::to_string(pd[0]) + " panels of " + std::to_string(pd[1]) + " rows and " +
                   std::to_string(pd[2]) + " columns does not fit x of " + std::to_string(xd[1]) + " and a result of " +
                   std::to_string(n) + " columns");
-  if (scale.element_count() && shape_of(scale) != "[" + std::to_string(xd[1]) + "]")
-    return refuse("scale " + shape_of(scale) + " does not fit x of " + std::to_string(xd[1]));
-  if (bias.element_count() && shape_of(bias) != "[" + std::to_string(n) + "]")
-    return refuse("bias " + shape_of(bias) + " does not fit a result of " + std::to_string(n) + " columns");
-  operands = {x.typed_data(), packed.typed_data(), data_or_null(scale), data_or_null(bias), xd[0], xd[1], n, eps};
+  if (auto error = check_vector("scale", scale, places.scale, xd[1]); error.failure()) return error;
+  if (auto error = check_vector("bias", bias, places.bias, n); error.failure()) return error;
+  operands = {x.typed_data(), packed.typed_data() + places.packed, data_or_null(scale, places.scale),
+              data_or_null(bias, places.bias), xd[0], xd[1], n, eps};
   return ffi::Error::Success();
 }
 
@@ -182,11 +204,12 @@ void multiply_halves(const float* x, const Operands& of, float multiplier, const
 }
 
 ffi::Error run(ffi::ThreadPool threads, F32 x, F32 packed, F32 scale, F32 bias, F32 residual, ffi::Result<F32> result,
-               float eps, float multiplier) {
+               float eps, int64_t packed_at, int64_t scale_at, int64_t bias_at, float multiplier) {
   if (result->dimensions().size() != 2) return refuse("expected a result [M, N]");
   const int64_t n = result->dimensions()[1];
   Operands of;
-  if (auto error = read_operands(x, packed, scale, bias, eps, n, (n + kPanel - 1) / kPanel, of); error.failure())
+  const Places places{packed_at, scale_at, bias_at};
+  if (auto error = read_operands(x, packed, scale, bias, places, eps, n, (n + kPanel - 1) / kPanel, of); error.failure())
     return error;
   if (result->dimensions()[0] != of.m) return refuse("a result " + shape_of(*result) + " of x " + shape_of(x));
   if (residual.element_count() && shape_of(residual) != shape_of(*result))
@@ -206,11 +229,12 @@ Vector silu(Vector x) {
 }
 
 ffi::Error run_gated(ffi::ThreadPool threads, F32 x, F32 packed, F32 scale, F32 bias, ffi::Result<F32> result,
-                     float eps) {
+                     float eps, int64_t packed_at, int64_t scale_at, int64_t bias_at) {
   if (result->dimensions().size() != 2) return refuse("expected a result [M, N / 2]");
   const int64_t n = result->dimensions()[1], panels = (n + kHalf - 1) / kHalf;
   Operands of;
-  if (auto error = read_operands(x, packed, scale, bias, eps, 2 * n, panels, of); error.failure()) return error;
+  const Places places{packed_at, scale_at, bias_at};
+  if (auto error = read_operands(x, packed, scale, bias, places, eps, 2 * n, panels, of); error.failure()) return error;
   if (result->dimensions()[0] != of.m) return refuse("a result " + shape_of(*result) + " of x " + shape_of(x));
   float* out = result->typed_data();
   multiply_units(threads, of, panels, 1, [&](int64_t row, int64_t column, int64_t, float* values) {
@@ -244,23 +268,20 @@ void turn(float* head, const Turn& by, const float* cos, const float* sin, int64
   std::copy(head + 2 * by.half, head + dim, result + 2 * by.half);
 }
 
-// The phases of m rows and the scales of heads of that size.
-ffi::Error check_turns(const F32& cos, const F32& sin, const F32& q_scale, const F32& k_scale, int64_t m, int64_t dim) {
+// The phases of m rows, for heads of that size.
+ffi::Error check_phases(const F32& cos, const F32& sin, int64_t m, int64_t dim) {
   const auto cd = cos.dimensions();
   const bool fits = cd.size() == 3 && cd[0] == m && cd[1] == 1 && 2 * cd[2] <= dim && shape_of(cos) == shape_of(sin);
   if (!fits)
     return refuse("cos " + shape_of(cos) + " and sin " + shape_of(sin) + ", expected [" + std::to_string(m) +
                   ", 1, at most " + std::to_string(dim / 2) + "]");
-  const std::string scales = "[" + std::to_string(dim) + "]";
-  for (const F32* one : {&q_scale, &k_scale})
-    if (one->element_count() && shape_of(*one) != scales)
-      return refuse("scale " + shape_of(*one) + " of a head's norm, expected " + scales);
   return ffi::Error::Success();
 }
 
 ffi::Error run_heads(ffi::ThreadPool threads, F32 x, F32 packed, F32 scale, F32 bias, F32 cos, F32 sin, F32 q_scale,
-                     F32 k_scale, ffi::Result<F32> q, ffi::Result<F32> k, ffi::Result<F32> v, float eps, float q_eps,
-                     float k_eps) {
+                     F32 k_scale, ffi::Result<F32> q, ffi::Result<F32> k, ffi::Result<F32> v, float eps, int64_t packed_at,
+                     int64_t scale_at, int64_t bias_at, float q_eps, float k_eps, int64_t q_scale_at,
+                     int64_t k_scale_at) {
   const auto qd = q->dimensions(), kd = k->dimensions();
   if (qd.size() != 3 || kd.size() != 3 || shape_of(*k) != shape_of(*v) || qd[0] != kd[0] || qd[2] != kd[2])
     return refuse("expected q [M, H, D] and k, v [M, K, D], not " + shape_of(*q) + ", " + shape_of(*k) + " and " +
@@ -268,11 +289,15 @@ ffi::Error run_heads(ffi::ThreadPool threads, F32 x, F32 packed, F32 scale, F32 
   const int64_t heads = qd[1], kv_heads = kd[1], dim = qd[2], n = (heads + 2 * kv_heads) * dim;
   const int64_t panels = (n + kPanel - 1) / kPanel;
   Operands of;
-  if (auto error = read_operands(x, packed, scale, bias, eps, n, panels, of); error.failure()) return error;
+  const Places places{packed_at, scale_at, bias_at};
+  if (auto error = read_operands(x, packed, scale, bias, places, eps, n, panels, of); error.failure()) return error;
   if (qd[0] != of.m) return refuse("q " + shape_of(*q) + " of x " + shape_of(x));
-  if (auto error = check_turns(cos, sin, q_scale, k_scale, of.m, dim); error.failure()) return error;
+  if (auto error = check_phases(cos, sin, of.m, dim); error.failure()) return error;
+  if (auto error = check_vector("scale of q", q_scale, q_scale_at, dim); error.failure()) return error;
+  if (auto error = check_vector("scale of k", k_scale, k_scale_at, dim); error.failure()) return error;
   const int half = static_cast<int>(cos.dimensions()[2]);
-  const Turn q_turn{data_or_null(q_scale), q_eps, half}, k_turn{data_or_null(k_scale), k_eps, half};
+  const Turn q_turn{data_or_null(q_scale, q_scale_at), q_eps, half};
+  const Turn k_turn{data_or_null(k_scale, k_scale_at), k_eps, half};
   const float *cosines = cos.typed_data(), *sines = sin.typed_data();
   float *queries = q->typed_data(), *keys = k->typed_data(), *own_values = v->typed_data();
   const int64_t unit = std::lcm(int64_t{kPanel}, dim) / kPanel;
@@ -302,6 +327,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_dense, run,
                                   .Arg<F32>()  // residual
                                   .Ret<F32>()  // result
                                   .Attr<float>("eps")
+                                  .Attr<int64_t>("packed_at")
+                                  .Attr<int64_t>("scale_at")
+                                  .Attr<int64_t>("bias_at")
                                   .Attr<float>("multiplier"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_dense_gated, run_gated,
@@ -312,7 +340,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_dense_gated, run_gated,
                                   .Arg<F32>()  // scale
                                   .Arg<F32>()  // bias
                                   .Ret<F32>()  // result
-                                  .Attr<float>("eps"));
+                                  .Attr<float>("eps")
+                                  .Attr<int64_t>("packed_at")
+                                  .Attr<int64_t>("scale_at")
+                                  .Attr<int64_t>("bias_at"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_dense_heads, run_heads,
                               ffi::Ffi::Bind()
@@ -329,5 +360,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_dense_heads, run_heads,
                                   .Ret<F32>()  // k
                                   .Ret<F32>()  // v
                                   .Attr<float>("eps")
+                                  .Attr<int64_t>("packed_at")
+                                  .Attr<int64_t>("scale_at")
+                                  .Attr<int64_t>("bias_at")
                                   .Attr<float>("q_eps")
-                                  .Attr<float>("k_eps"));
+                                  .Attr<float>("k_eps")
+                                  .Attr<int64_t>("q_scale_at")
+                                  .Attr<int64_t>("k_scale_at"));

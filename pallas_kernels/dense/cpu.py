@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.native import load
-from pallas_kernels.native.huge_pages import Arena
 
 TARGET = "jaxserve_dense"
 GATED_TARGET = "jaxserve_dense_gated"
@@ -22,10 +21,20 @@ PANEL = 64  # columns of a panel
 HALF = PANEL // 2  # of which, in a gated one, belong to the gate
 
 
+class Part(NamedTuple):
+    """One of several parameters in an array, so that a program takes one array and not many: what it takes
+    to call one grows with their number. Wherever a parameter is asked for it may be such a part; a weight
+    and what goes with it then have to be parts of one array or arrays of their own alike.
+    """
+
+    array: jax.Array  # f32[size]
+    at: int  # where it begins, in floats; not 0, but for a weight
+
+
 class Norm(NamedTuple):
     """The root mean square norm of a product's rows: x / sqrt(mean(x^2) + eps) * scale."""
 
-    scale: jax.Array  # f32[K]
+    scale: jax.Array | Part  # f32[K]
     eps: float
 
 
@@ -39,13 +48,13 @@ def gated_shape(size: int, columns: int) -> tuple[int, int, int]:
     return -(-columns // HALF), size, PANEL
 
 
-def pack(weights: Any, memory: Arena | None = None) -> Any:
+def pack(weights: Any, out: np.ndarray | None = None) -> Any:
     """Weights side by side, as `dense` and `dense_heads` take them: column 64 p + j of what they make
     together stands in [p, :, j]; columns behind the last are zeros.
 
     Args:
         weights: f32[K, N] each, with an N of its own; numpy, on a device, or abstract.
-        memory: where the copy goes; None = where numpy puts it.
+        out: where the copy goes, f32[P, K, 64] of zeros; None = where numpy puts it.
 
     Returns:
         f32[P, K, 64] of the same kind, always a copy.
@@ -54,7 +63,7 @@ def pack(weights: Any, memory: Arena | None = None) -> Any:
     shape = packed_shape(first.shape[0], columns)
     if isinstance(first, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(shape, first.dtype)
-    packed = (memory or np).zeros(shape, first.dtype)
+    packed = np.zeros(shape, first.dtype) if out is None else out
     column = 0
     for weight in map(np.asarray, weights):
         begin = 0
@@ -72,13 +81,13 @@ def pack(weights: Any, memory: Arena | None = None) -> Any:
     return packed
 
 
-def pack_gated(gate: Any, up: Any, memory: Arena | None = None) -> Any:
+def pack_gated(gate: Any, up: Any, out: np.ndarray | None = None) -> Any:
     """A gate and its up, as `dense_gated` takes them: columns 32 p + j stand in [p, :, j] and
     [p, :, 32 + j]; columns behind the last are zeros.
 
     Args:
         gate, up: f32[K, N]; numpy, on a device, or abstract.
-        memory: where the copy goes; None = where numpy puts it.
+        out: where the copy goes, f32[P, K, 64] of zeros; None = where numpy puts it.
 
     Returns:
         f32[P, K, 64] of the same kind, always a copy.
@@ -87,7 +96,7 @@ def pack_gated(gate: Any, up: Any, memory: Arena | None = None) -> Any:
     shape = gated_shape(size, columns)
     if isinstance(gate, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(shape, gate.dtype)
-    packed = (memory or np).zeros(shape, gate.dtype)
+    packed = np.zeros(shape, gate.dtype) if out is None else out
     whole, rest = divmod(columns, HALF)
     for begin, weight in ((0, np.asarray(gate)), (HALF, np.asarray(up))):
         pieces = weight[:, : whole * HALF].reshape(size, whole, HALF).transpose(1, 0, 2)
@@ -99,11 +108,11 @@ def pack_gated(gate: Any, up: Any, memory: Arena | None = None) -> Any:
 
 def dense(
     x: jax.Array,
-    packed: jax.Array,
+    packed: jax.Array | Part,
     columns: int,
     *,
     norm: Norm | None = None,
-    bias: jax.Array | None = None,
+    bias: jax.Array | Part | None = None,
     residual: jax.Array | None = None,
     multiplier: float = 1.0,
 ) -> jax.Array:
@@ -131,11 +140,11 @@ def dense(
 
 def dense_gated(
     x: jax.Array,
-    packed: jax.Array,
+    packed: jax.Array | Part,
     columns: int,
     *,
     norm: Norm | None = None,
-    bias: jax.Array | None = None,
+    bias: jax.Array | Part | None = None,
 ) -> jax.Array:
     """silu(norm(x) @ gate + bias) * (norm(x) @ up + bias), each with its half of the bias.
 
@@ -158,7 +167,7 @@ def dense_gated(
 
 def dense_heads(
     x: jax.Array,
-    packed: jax.Array,
+    packed: jax.Array | Part,
     cos: jax.Array,
     sin: jax.Array,
     *,
@@ -166,7 +175,7 @@ def dense_heads(
     num_kv_heads: int,
     head_dim: int,
     norm: Norm | None = None,
-    bias: jax.Array | None = None,
+    bias: jax.Array | Part | None = None,
     q_norm: Norm | None = None,
     k_norm: Norm | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -192,22 +201,33 @@ def dense_heads(
     sizes = (num_heads, num_kv_heads, num_kv_heads)
     shapes = [(x.shape[0], heads, head_dim) for heads in sizes]
     results = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
-    (q_scale, q_eps), (k_scale, k_eps) = _parts(q_norm), _parts(k_norm)
-    phases, epsilons = (cos, sin, q_scale, k_scale), {"q_eps": q_eps, "k_eps": k_eps}
-    q, k, v = _call(HEADS_TARGET, results, x, packed, norm, bias, *phases, **epsilons)
+    (q_scale, q_options), (k_scale, k_options) = _of_norm(q_norm, "q_"), _of_norm(k_norm, "k_")
+    more = (cos, sin, q_scale, k_scale)
+    options = {**q_options, **k_options}
+    q, k, v = _call(HEADS_TARGET, results, x, packed, norm, bias, *more, **options)
     return q, k, v
 
 
 def _call(target: str, results: Any, x, packed, norm: Norm | None, bias, *more, **options) -> Any:
     load.register()
-    scale, eps = _parts(norm)
-    call = jax.ffi.ffi_call(target, results)
-    return call(x, packed, scale, _or_nothing(bias), *more, eps=eps, **options)
+    weight, weight_at = _located(packed)
+    scale, norm_options = _of_norm(norm)
+    added, bias_at = _located(bias)
+    options |= {**norm_options, "packed_at": weight_at, "bias_at": bias_at}
+    return jax.ffi.ffi_call(target, results)(x, weight, scale, added, *more, **options)
 
 
-def _parts(norm: Norm | None) -> tuple[jax.Array, np.float32]:
+def _of_norm(norm: Norm | None, prefix: str = "") -> tuple[jax.Array, dict[str, Any]]:
+    """(scale, what the kernel is told of it and of the norm)."""
     scale, eps = (None, 0.0) if norm is None else norm
-    return _or_nothing(scale), np.float32(eps)
+    array, at = _located(scale)
+    return array, {f"{prefix}eps": np.float32(eps), f"{prefix}scale_at": at}
+
+
+def _located(param: jax.Array | Part | None) -> tuple[jax.Array, np.int64]:
+    """(the array of a parameter, where it begins there)."""
+    array, at = param if isinstance(param, Part) else (param, 0)
+    return _or_nothing(array), np.int64(at)
 
 
 def _or_nothing(array: jax.Array | None) -> jax.Array:

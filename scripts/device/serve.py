@@ -70,7 +70,7 @@ def make_engine(
         kv_dtype=params["embed"]["embedding"].dtype,
         layers_per_program=max(n for n in range(1, 9) if layers % n == 0),
     )
-    placed = put_params(params, model.abstract_params, pack=model.packs)
+    placed = put_params(params, model.abstract_params, pack=model.layout)
     executor = DeviceExecutor(shapes, placed)
     executor.warm_up()
     scheduler = build_scheduler(

@@ -78,7 +78,7 @@ def make_executor(
         scales = [KVScales(one, one)] * config.num_layers
     executor = DeviceExecutor(
         shapes,
-        put_params(params, functions.abstract_params, pack=functions.packs),
+        put_params(params, functions.abstract_params, pack=functions.layout),
         kv_scales=scales,
         num_host_pages=num_host_pages,
         check_batches=check_batches,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.device.row_programs import RawLogits, Sampled, head, sample_rows, sampling_rows
+from jaxserve.device.row_programs import RawLogits, StillRows, Told, head, sample_rows
 from jaxserve.device.row_sampler import RowOutputs
 from jaxserve.device.scoring import SCORE_ROWS, ScoredBlock
 from jaxserve.device.step import finite_slices
@@ -103,21 +103,24 @@ def test_logits_that_are_not_finite_mark_their_row_alone(options, bad):
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(4, 30)).astype(np.float32)
     logits[0, 20:] = -1e30  # a mask
-    rows = sampling_rows(
-        dataclasses.replace(
-            make_batch(),
-            **{
-                k: np.full(4, v, np.int32 if k == "top_k" else np.float32)
-                for k, v in options.items()
-            },
-        )
+    batch = dataclasses.replace(
+        make_batch(),
+        **{k: np.full(4, v, np.int32 if k == "top_k" else np.float32) for k, v in options.items()},
     )
+    slices_finite = np.array([True, False, True, True, False])
     run_head = jax.jit(functools.partial(head, model, 4, 30, {}))  # type: ignore[arg-type]
-    run_sample = jax.jit(functools.partial(sample_rows, 4))
+    run_sample = jax.jit(sample_rows)
 
-    def run(logits) -> tuple[RawLogits, Sampled]:
+    def run(logits) -> tuple[RawLogits, Told]:
         raw = run_head(logits)
-        return raw, run_sample(raw.logits, raw.logits, rows)
+        rows = StillRows.of(batch), batch.output_positions
+        sampled = run_sample(raw.logits, raw.logits, raw.finite, slices_finite, *rows)
+        told = Told.read(np.asarray(sampled.told), 4)
+        assert np.array_equal(told.token_ids, sampled.token_ids)
+        assert sampled.last_ids.tolist() == [*told.token_ids, 0]
+        assert np.array_equal(told.rows_finite, raw.finite)
+        assert np.array_equal(told.slices_finite, slices_finite)
+        return raw, told
 
     plain_raw, plain = run(logits)
     assert plain_raw.finite.tolist() == [True] * 4
@@ -133,16 +136,20 @@ def test_logits_that_are_not_finite_mark_their_row_alone(options, bad):
 def test_a_row_belongs_to_the_slice_that_holds_its_token():
     batch = make_batch(*SLICES[:2], Slice([9], [3]), SLICES[3])
     assert batch.logit_rows[:3].tolist() == [0, 2, 6]
-    rows = np.array([3, 9, 5, 0], np.int32), np.zeros(4, np.float32)
+    slices_finite = np.ones(4, bool)
+
+    def outputs(rows_finite: np.ndarray) -> RowOutputs:
+        parts = [3, 9, 5, 0], [0] * 4, rows_finite, slices_finite
+        return RowOutputs(np.concatenate(parts).astype(np.int32), None)
+
     for bad, slice_at_fault in ((0, 0), (1, 2), (2, 3)):
-        row_finite = np.arange(4) != bad
-        found = sampled_tokens(batch, np.ones(4, bool), RowOutputs((*rows, row_finite), None))
+        found = sampled_tokens(batch, None, outputs(np.arange(4) != bad))
         assert found.finite.tolist() == [i != slice_at_fault for i in range(4)]
         assert found.token_ids.tolist() == [[3], [9], [5]]
         assert found.num_tokens.tolist() == [1, 1, 1]
-    hidden_finite = np.array([True, False, True, True])
-    found = sampled_tokens(batch, hidden_finite, RowOutputs((*rows, np.arange(4) < 3), None))
-    assert found.finite.tolist() == hidden_finite.tolist()  # row 3 is padding
+    slices_finite = np.array([True, False, True, True])
+    found = sampled_tokens(batch, None, outputs(np.arange(4) < 3))
+    assert found.finite.tolist() == slices_finite.tolist()  # row 3 is padding
 
 
 def test_a_step_that_samples_nothing_says_what_is_finite():

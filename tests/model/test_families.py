@@ -82,8 +82,8 @@ def sequence_of(name: str, directory, backend: str) -> Sequence:
     params, config = load_params(open_checkpoint(case.write(directory)), F32)
     config = config.at_context(len(case.token_ids))
     model = build_model(config, F32, AttentionKernel(backend=backend))
-    if model.packs:
-        params = pack_params(params)
+    if model.layout is not None:
+        params = pack_params(params, model.layout)
     return Sequence(model, jax.tree.map(jnp.asarray, params), len(case.token_ids))
 
 

@@ -9,7 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.dense.cpu import PANEL, Norm, dense, dense_gated, dense_heads, pack, pack_gated
+from pallas_kernels.dense.cpu import (
+    PANEL,
+    Norm,
+    Part,
+    dense,
+    dense_gated,
+    dense_heads,
+    pack,
+    pack_gated,
+)
 
 call = jax.jit(dense, static_argnums=2)
 # K below, at and above the kernel's depth; N with half panels, single columns and many panels.
@@ -268,6 +277,30 @@ def test_heads_are_cut_normed_and_rotated(num_rows, heads, kv_heads, dim, turned
         assert np.array_equal(np.asarray(alone)[0], np.asarray(one)[-1])
 
 
+def test_parameters_may_be_parts_of_one_array():
+    """The same bits as with arrays of their own."""
+    x, weight = operands(5, 96, 64)
+    gate, up, scale = random(96, 40), random(96, 41)[:, 1:], random(96)
+    bias, q_scale, k_scale = random(64), random(16), random(17)[1:]
+    pieces = [pack([weight]), pack_gated(gate, up), scale, bias, q_scale, k_scale]
+    places = np.cumsum([8, *(one.size for one in pieces)])
+    together = np.concatenate([np.full(8, np.nan, np.float32), *map(np.ravel, pieces)])
+    parts = [Part(together, int(at)) for at in places[:-1]]
+    cos = np.cos(random(5, 1, 8))
+
+    def results(packed, packed_gate, scale, bias, q_scale, k_scale):
+        norm = Norm(scale, EPS)
+        norms = {"norm": norm, "q_norm": Norm(q_scale, EPS), "k_norm": Norm(k_scale, EPS)}
+        sizes = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16}
+        yield plain(x, packed, 64, norm=norm, bias=bias)
+        yield gated(x, packed_gate, 40, norm=norm)
+        yield from cut(x, packed, cos, cos, bias=bias, **sizes, **norms)
+
+    for one, other in zip(results(*pieces), results(*parts), strict=True):
+        assert np.isfinite(np.asarray(one)).all()
+        assert np.array_equal(np.asarray(one), np.asarray(other))
+
+
 def test_not_a_number_stays_in_its_row_with_all_that_is_fused():
     x = random(7, 64)
     x[3, 5] = np.nan
@@ -309,6 +342,13 @@ def wrong(fault: str):
             return cut(x, ones(1, 64, 64), ones(2, 1, 9), ones(2, 1, 9), **heads)[0]
         case "sines":
             return cut(x, ones(1, 64, 64), ones(2, 1, 8), ones(2, 1, 7), **heads)[0]
+        case "no weight there":
+            return plain(x, Part(ones(64 * 64 + 63), 64), 64)
+        case "before the array":
+            return plain(x, Part(ones(64 * 64), -1), 64)
+        case "no scale there":
+            norm = Norm(Part(ones(64 * 64 + 63), 64 * 64), EPS)
+            return plain(x, Part(ones(64 * 64 + 63), 0), 64, norm=norm)
         case "head norm":
             norm = Norm(ones(8), EPS)
             return cut(x, ones(1, 64, 64), ones(2, 1, 8), ones(2, 1, 8), **heads, k_norm=norm)[0]
@@ -317,16 +357,19 @@ def wrong(fault: str):
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("scale", "scale [63] does not fit x of 64"),
-        ("bias", "bias [64] does not fit a result of 60 columns"),
+        ("scale", "scale [63] from 0 on does not fit, expected 64 floats"),
+        ("bias", "bias [64] from 0 on does not fit, expected 60 floats"),
+        ("no weight there", "parameters [4159] hold no weight of 4096 floats from 64 on"),
+        ("before the array", "parameters [4096] hold no weight of 4096 floats from -1 on"),
+        ("no scale there", "scale [4159] from 4096 on does not fit, expected 64 floats"),
         ("residual", "residual [2, 63] does not fit a result [2, 64]"),
         ("gated", "a weight of 1 panels of 64 rows and 64 columns does not fit"),
-        ("gated bias", "bias [32] does not fit a result of 64 columns"),
+        ("gated bias", "bias [32] from 0 on does not fit, expected 64 floats"),
         ("heads", "a weight of 2 panels of 64 rows and 64 columns does not fit"),
         ("phases", "cos [1, 1, 8] and sin [1, 1, 8], expected [2, 1, at most 8]"),
         ("too many phases", "cos [2, 1, 9] and sin [2, 1, 9], expected [2, 1, at most 8]"),
         ("sines", "cos [2, 1, 8] and sin [2, 1, 7], expected [2, 1, at most 8]"),
-        ("head norm", "scale [8] of a head's norm, expected [16]"),
+        ("head norm", "scale of k [8] from 0 on does not fit, expected 16 floats"),
     ],
 )
 def test_operands_that_do_not_fit_are_refused(fault, message):
