@@ -37,6 +37,7 @@ constexpr int kTile = 64;          // keys scored at once
 constexpr int kBlockTokens = 64;   // tokens of an item of a chunk
 constexpr int kPartKeys = 128;     // keys of a part of a single token's row
 constexpr int kMaxParts = 32;      // longer rows have longer parts
+constexpr int kTasksPerThread = 6;
 constexpr int kFewRows = 12;       // up to here keys are read where they lie; above they are transposed once
 constexpr float kUnseen = -1e30f;  // finite: exp2(kUnseen - kUnseen) is 1, not NaN
 constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
@@ -286,6 +287,32 @@ std::vector<Item> make_items(const Shape& shape, const std::vector<Row>& rows) {
   return items;
 }
 
+// What a thread does at once: the items [begin, end), of which there are several where all parts of a row's head are
+// together.
+struct Task {
+  int begin, end;
+  int64_t work;
+};
+
+// Whether there are heads enough to keep all threads busy: then nobody waits while the parts of all are merged.
+bool are_many(const std::vector<Item>& items, int64_t num_threads) {
+  int64_t num_heads = 0;
+  for (const Item& item : items) num_heads += item.part == 0;
+  return num_heads >= kTasksPerThread * num_threads;
+}
+
+// The tasks of a call, the largest first, so that all threads end together.
+std::vector<Task> make_tasks(const std::vector<Item>& items, bool whole) {
+  std::vector<Task> tasks;
+  for (int i = 0; i < static_cast<int>(items.size()); ++i) {
+    if (items[i].part == 0 || !whole) tasks.push_back({i, i, 0});
+    tasks.back().end = i + 1;
+    tasks.back().work += items[i].work();
+  }
+  std::stable_sort(tasks.begin(), tasks.end(), [](const Task& a, const Task& b) { return a.work > b.work; });
+  return tasks;
+}
+
 ffi::Error run(ffi::ThreadPool threads, F32 q, F32 k, F32 v, F32 pool, I32 kv_lens, I32 table, I32 kv_starts,
                I32 cu_q_lens, I32 ranges, F32 sinks, ffi::Result<F32> out, ffi::Result<F32> pool_out,
                ffi::Result<F32> lse, float scale, float soft_cap, int32_t window) {
@@ -311,32 +338,29 @@ ffi::Error run(ffi::ThreadPool threads, F32 q, F32 k, F32 v, F32 pool, I32 kv_le
   if (lse_result) std::fill(lse_result + int64_t{last} * shape.heads, lse_result + lse->element_count(), 0.f);
 
   const std::vector<Item> items = make_items(shape, rows);
-  const int num_items = static_cast<int>(items.size());
+  const bool whole = are_many(items, threads.num_threads());
+  const std::vector<Task> tasks = make_tasks(items, whole);
   const int64_t part_size = Softmax::size(shape.group(), shape.dim);
-  std::vector<int> order(num_items);       // the largest first, so that all threads end together
-  std::vector<int64_t> offset(num_items);  // of a part's softmax
-  int64_t total = 0;
-  for (int i = 0; i < num_items; ++i) {
-    order[i] = i;
-    offset[i] = total;
-    total += items[i].num_parts > 1 ? part_size : 0;
-  }
-  std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return items[a].work() > items[b].work(); });
-  std::vector<float> parts(total);
-  parallel_for(threads, num_items, [&](int i) {
-    const Item& item = items[order[i]];
-    const int queries = item.tokens * shape.group();
+  std::vector<float> parts(whole ? 0 : items.size() * part_size);  // of rows whose parts are tasks of their own
+  parallel_for(threads, static_cast<int>(tasks.size()), [&](int i) {
+    const Task& task = tasks[i];
+    const Item& first = items[task.begin];
+    const int num_items = task.end - task.begin, queries = first.tokens * shape.group();
+    const bool is_part = num_items < first.num_parts;
     static thread_local std::vector<float> own;
-    own.resize(Softmax::size(queries, shape.dim));
-    const bool is_part = item.num_parts > 1;
-    Softmax state(is_part ? parts.data() + offset[order[i]] : own.data(), queries, shape.dim);
-    attend(shape, rows[item.row], item, q.typed_data(), cache, state);
-    if (!is_part) finish(shape, item, sink, state, result, lse_result);
+    own.resize(std::max<size_t>(own.size(), num_items * Softmax::size(queries, shape.dim)));
+    float* memory = is_part ? parts.data() + task.begin * part_size : own.data();
+    for (int one = 0; one < num_items; ++one)
+      attend(shape, rows[first.row], items[task.begin + one], q.typed_data(), cache,
+             Softmax(memory + one * part_size, queries, shape.dim));
+    if (is_part) return;
+    if (num_items > 1) merge(memory, num_items, queries, shape.dim);
+    finish(shape, first, sink, Softmax(memory, queries, shape.dim), result, lse_result);
   });
-  for (int i = 0; i < num_items; ++i)
-    if (items[i].num_parts > 1 && items[i].part == 0) {
-      merge(parts.data() + offset[i], items[i].num_parts, shape.group(), shape.dim);
-      finish(shape, items[i], sink, Softmax(parts.data() + offset[i], shape.group(), shape.dim), result, lse_result);
+  for (size_t i = 0; i < items.size() && !whole; i += items[i].num_parts)
+    if (items[i].num_parts > 1) {
+      merge(parts.data() + i * part_size, items[i].num_parts, shape.group(), shape.dim);
+      finish(shape, items[i], sink, Softmax(parts.data() + i * part_size, shape.group(), shape.dim), result, lse_result);
     }
   return ffi::Error::Success();
 }
