@@ -86,9 +86,7 @@ class Told(NamedTuple):
     """What the host is told of a step that samples, as numpy."""
 
     token_ids: np.ndarray  # i32[R]
-    logprobs: (
-        np.ndarray
-    )  # f32[R]    of these tokens, under what each row reports; zeros if none wants any
+    logprobs: np.ndarray  # f32[R]    of these, under what each row reports; zeros if none wants any
     rows_finite: np.ndarray  # bool[R]
     slices_finite: np.ndarray  # bool[S]
 
