@@ -21,12 +21,12 @@ class StepOutputs(NamedTuple):
     """What the programs of one step return, on the device.
 
     Args:
-        slices_finite: bool[S]; among `rows` too, so it may be left out beside them.
+        slices_finite: bool[S]; among `rows` too, which is where the host reads it then.
         rows: what was sampled; None where nothing is.
         scored: of each block of rows that are scored; none where nothing is.
     """
 
-    slices_finite: jax.Array | None
+    slices_finite: jax.Array
     rows: RowOutputs | None = None
     scored: Sequence[ScoredBlock] = ()
 
@@ -91,15 +91,18 @@ class DeviceStep:
             raise RuntimeError("result: this step awaits masks; give_masks comes first")
         try:
             self._settle()  # those pages left before the step began: write them while it runs
-            fetched = jax.device_get([_to_fetch(one) for one in self._outputs])
+            fetched = jax.device_get([_told(one) for one in self._outputs])
             return _one_after_the_other([sampled_tokens(self._batch, *one) for one in fetched])
         finally:
             self.is_done = True
 
 
-def _to_fetch(outputs: StepOutputs) -> StepOutputs:
-    """Without what is told twice: each array that is fetched takes the host some time."""
-    return outputs if outputs.rows is None else outputs._replace(slices_finite=None)
+def _told(outputs: StepOutputs) -> tuple[Any, ...]:
+    """What `sampled_tokens` takes, and nothing twice: each array that is fetched takes the host some
+    time.
+    """
+    slices_finite, rows, scored = outputs
+    return (slices_finite if rows is None else None, rows, scored)
 
 
 def _one_after_the_other(steps: Sequence[SampledTokens]) -> SampledTokens:

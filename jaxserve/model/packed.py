@@ -168,7 +168,7 @@ def pack_layer(
         projections = [layer[module][part] for part in parts]
         kernels = [one["kernel"] for one in projections]
         if name == "gate_up":
-            pack_gated(*kernels, views[name])
+            pack_gated(kernels[0], kernels[1], views[name])
         else:
             pack(kernels, views[name])
         if f"{name}_bias" in views:

@@ -147,12 +147,17 @@ def random(*shape: int) -> np.ndarray:
     return np.random.default_rng(len(shape) + sum(shape)).standard_normal(shape, np.float32)
 
 
+def named(names: set[str]) -> str:
+    """A set as part of a test's id, the same in every process."""
+    return "+".join(sorted(names)) or "nothing"
+
+
 @pytest.mark.parametrize("num_rows", [1, 7, 500])
 @pytest.mark.parametrize(("size", "columns"), [(576, 576), (1536, 97), (37, 5), (5, 130)])
 @pytest.mark.parametrize(
     "given",
     [{"norm"}, {"bias"}, {"residual"}, {"norm", "bias", "residual"}],
-    ids=lambda names: "+".join(sorted(names)),
+    ids=named,
 )
 def test_norm_bias_and_residual(num_rows, size, columns, given):
     x, weight = operands(num_rows, size, columns)
@@ -216,7 +221,7 @@ def test_gate_and_up_share_their_panels(columns):
 
 
 @pytest.mark.parametrize("num_rows", [1, 7, 500])
-@pytest.mark.parametrize("given", [{"residual"}, {"bias"}, {"bias", "residual"}, set()], ids=str)
+@pytest.mark.parametrize("given", [{"residual"}, {"bias"}, {"bias", "residual"}, set()], ids=named)
 def test_a_multiplier_is_of_all_but_the_residual(num_rows, given):
     x, weight = operands(num_rows, 96, 97)
     bias, residual = random(97), random(num_rows, 97)
