@@ -93,6 +93,7 @@ def serve_flags() -> flags.FlagValues:
         **group,
     )
     _define_limits(group)
+    _define_times(group)
     _define_api(group)
     define_engine(values)
     define_parallel(values)
@@ -121,6 +122,22 @@ def _define_limits(group: Mapping[str, Any]) -> None:
         "Prompt tokens that may wait for their first output token; what is beyond gets a 429. Unset = any.",
         **group,
     )
+    define_integer("max_body_bytes", _DEFAULT.max_body_bytes, "Largest body of a request.", **group)
+    define_integer(
+        "max_bodies_bytes",
+        None,
+        "All bodies together that have no reply yet; what is beyond gets a 429. Unset = 16 of the largest.",
+        **group,
+    )
+    define_integer(
+        "max_connections",
+        _DEFAULT.max_connections,
+        "Connections that may be open at once; one more gets a 503 and is closed.",
+        **group,
+    )
+
+
+def _define_times(group: Mapping[str, Any]) -> None:
     define_float(
         "request_timeout_s",
         None,
@@ -155,19 +172,6 @@ def _define_limits(group: Mapping[str, Any]) -> None:
         "body_timeout_s",
         _DEFAULT.body_timeout_s,
         "How long the head of a request, and each next part of its body, may take to arrive.",
-        **group,
-    )
-    define_integer("max_body_bytes", _DEFAULT.max_body_bytes, "Largest body of a request.", **group)
-    define_integer(
-        "max_bodies_bytes",
-        None,
-        "All bodies together that have no reply yet; what is beyond gets a 429. Unset = 16 of the largest.",
-        **group,
-    )
-    define_integer(
-        "max_connections",
-        _DEFAULT.max_connections,
-        "Connections that may be open at once; one more gets a 503 and is closed.",
         **group,
     )
 
