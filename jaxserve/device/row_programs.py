@@ -11,7 +11,7 @@ Processed logits are the raw ones, the same array, and `process` and `count` are
 row of the batch asks for more.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,31 +30,9 @@ from jaxserve.sample.sampler import sample
 from jaxserve.schedule.batch import DeviceBatch, LogitBias, Penalties
 
 
-class StillRows(NamedTuple):
-    """What the sampler reads of each row and what stays from step to step: `SamplingRows` without its
-    output positions.
-    """
-
-    temperature: Any
-    top_k: Any
-    top_p: Any
-    min_p: Any
-    seeds: Any
-    wants_logprobs: Any
-    reports_processed: Any
-
-    @classmethod
-    def of(cls, batch: DeviceBatch) -> "StillRows":
-        """The batch's arrays, untouched."""
-        return cls(*(getattr(batch, name) for name in cls._fields))
-
-    def at(self, output_positions: Any) -> SamplingRows:
-        """In the shape that `sample` takes.
-
-        Args:
-            output_positions: i32[R].
-        """
-        return SamplingRows(**self._asdict(), output_positions=output_positions)
+def sampling_rows(batch: DeviceBatch) -> SamplingRows:
+    """The batch's arrays, untouched, in the shape that the programs take."""
+    return SamplingRows(*(getattr(batch, name) for name in SamplingRows._fields))
 
 
 def penalty_rows(penalties: Penalties) -> PenaltyRows:
@@ -126,8 +104,7 @@ def sample_rows(
     processed: jax.Array,
     rows_finite: jax.Array,
     slices_finite: jax.Array,
-    still: StillRows,
-    output_positions: jax.Array,
+    rows: SamplingRows,
 ) -> Sampled:
     """Draws a token per row.
 
@@ -135,9 +112,8 @@ def sample_rows(
         raw, processed: f32[R, V].
         rows_finite: bool[R], from `head`.
         slices_finite: bool[S], from `select`.
-        still, output_positions: sampling parameters of R rows; i32[R].
+        rows: sampling parameters of R rows.
     """
-    rows = still.at(output_positions)
     token_ids = sample(processed, rows)
     last_ids = jnp.zeros(len(slices_finite), jnp.int32).at[: len(token_ids)].set(token_ids)
     wanted = jnp.any(rows.wants_logprobs)
@@ -155,20 +131,15 @@ def sample_rows(
 
 
 def candidates(
-    count: int,
-    raw: jax.Array,
-    processed: jax.Array,
-    still: StillRows,
-    output_positions: jax.Array,
+    count: int, raw: jax.Array, processed: jax.Array, rows: SamplingRows
 ) -> tuple[jax.Array, jax.Array]:
     """The likeliest tokens of each row under what it reports: `top_logprobs`.
 
     Args:
         count: K, static.
         raw, processed: f32[R, V].
-        still, output_positions: as of `sample_rows`.
+        rows: sampling parameters of R rows.
     """
-    rows = still.at(output_positions)
     logits = jax.lax.cond(
         jnp.any(rows.reports_processed), lambda: reported(raw, processed, rows), lambda: raw
     )

@@ -17,9 +17,9 @@ from jaxserve.device.programs import ProgramTable
 from jaxserve.device.row_programs import (
     RawLogits,
     Sampled,
-    StillRows,
     bias_rows,
     penalty_rows,
+    sampling_rows,
 )
 from jaxserve.device.shared_inputs import SharedInputs
 from jaxserve.device.step_shapes import COUNT_PIECE, StepShapes
@@ -85,19 +85,19 @@ class RowSampler:
         """
         num_rows = batch.bucket.num_rows
         raw = RawLogits(*self._programs["head", num_rows](head_params, hidden))
-        rows = self._inputs.put(StillRows.of(batch)), batch.output_positions
+        rows = self._inputs.put(sampling_rows(batch), but=("output_positions",))
         processed = raw.logits
         if masks is not None or batch.penalties is not None or batch.logit_bias is not None:
             processed = self._process(batch, raw.logits, masks)
         sample = self._programs["sample", num_rows]
-        outputs = Sampled(*sample(raw.logits, processed, raw.finite, slices_finite, *rows))
+        outputs = Sampled(*sample(raw.logits, processed, raw.finite, slices_finite, rows))
         self.last_ids = outputs.last_ids
         if batch.penalties is not None:
             count = self._programs["count", num_rows]
             self._counts = count(self._counts, batch.penalties.slots, outputs.token_ids)
         candidates = None
         if batch.wants_candidates:
-            candidates = self._programs["candidates", num_rows](raw.logits, processed, *rows)
+            candidates = self._programs["candidates", num_rows](raw.logits, processed, rows)
         return RowOutputs(outputs.told, candidates)
 
     def _process(

@@ -5,6 +5,7 @@ sending one takes the host as long as a tenth of a small step. Invariant: what i
 array that was asked for; arrays of batches are never written again, so those kept here do not change.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,13 +25,21 @@ class SharedInputs:
         self._placement = placement
         self._last: dict[str, tuple[np.ndarray, jax.Array]] = {}
 
-    def put[T: tuple[Any, ...]](self, arrays: T) -> T:
+    def put[T: tuple[Any, ...]](self, arrays: T, *, but: Sequence[str] = ()) -> T:
         """A NamedTuple of numpy arrays, on the devices.
 
         Args:
             arrays: of a batch; its fields are the names.
+            but: fields that differ in every step: they stay as they are, for a program sends what it is
+                given sooner than this does.
         """
-        return type(arrays)(*map(self._put_one, arrays._fields, arrays))  # type: ignore[attr-defined]
+        names: tuple[str, ...] = arrays._fields  # type: ignore[attr-defined]
+        return type(arrays)(
+            *(
+                one if name in but else self._put_one(name, one)
+                for name, one in zip(names, arrays, strict=True)
+            )
+        )
 
     def _put_one(self, name: str, array: np.ndarray) -> jax.Array:
         known, placed = self._last.get(name, (None, None))

@@ -21,12 +21,12 @@ from jaxserve.device.programs import Key, Lowering, Program, ProgramTable, lower
 from jaxserve.device.row_programs import (
     RawLogits,
     Sampled,
-    StillRows,
     bias_rows,
     candidates,
     head,
     penalty_rows,
     sample_rows,
+    sampling_rows,
 )
 from jaxserve.device.scoring import SCORE_ROWS, ScoredBlock, gather_rows, score_rows
 from jaxserve.device.step import Embedded, StillInputs, embed_tokens, moving_inputs, select
@@ -263,8 +263,7 @@ class StepShapes:
         hidden = self.abstract_hidden(max_num_seqs)
         logits = jax.ShapeDtypeStruct((num_rows, self.model.config.vocab_size), jnp.float32)
         logits = self.placement.abstract(logits, cut)
-        padding = self.padding(Bucket(1, num_rows))
-        rows = StillRows.of(padding)
+        rows = sampling_rows(self.padding(Bucket(1, num_rows)))
         ids = jax.ShapeDtypeStruct((num_rows,), jnp.int32)
         finite = [jax.ShapeDtypeStruct((n,), jnp.bool_) for n in (num_rows, max_num_seqs)]
         return [
@@ -284,7 +283,7 @@ class StepShapes:
             self.program(
                 ("sample", num_rows),
                 sample_rows,
-                (logits, logits, *finite, rows, padding.output_positions),
+                (logits, logits, *finite, rows),
                 returns=(Sampled,),
             ),
             self.program(
@@ -297,7 +296,7 @@ class StepShapes:
             self.program(
                 ("candidates", num_rows),
                 functools.partial(candidates, self.num_candidates),
-                (logits, logits, rows, padding.output_positions),
+                (logits, logits, rows),
             ),
         ]
 

@@ -37,7 +37,7 @@ constexpr int kTile = 64;          // keys scored at once
 constexpr int kBlockTokens = 64;   // tokens of an item of a chunk
 constexpr int kPartKeys = 128;     // keys of a part of a single token's row
 constexpr int kMaxParts = 32;      // longer rows have longer parts
-constexpr int kTasksPerThread = 6;
+constexpr int kTasksPerThread = 6;  // from here on a row's head is one task, with all of its parts
 constexpr int kFewRows = 12;       // up to here keys are read where they lie; above they are transposed once
 constexpr float kUnseen = -1e30f;  // finite: exp2(kUnseen - kUnseen) is 1, not NaN
 constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;

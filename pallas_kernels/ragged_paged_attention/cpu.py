@@ -2,7 +2,8 @@
 
 Called by `api`. Invariant: the call owns nothing between two steps; whoever donates the pool has it
 updated in place, and whoever does not finds it unchanged. A page id, length or count that does not
-fit is an error of the call (a ValueError with INVALID_ARGUMENT), raised where its result is waited for.
+fit is an error of the call with INVALID_ARGUMENT: a JaxRuntimeError where jax runs it at once, else a
+ValueError where its result is waited for.
 """
 
 import dataclasses

@@ -49,6 +49,15 @@ def test_only_what_differs_is_sent(inputs):
     assert back.ranges.tolist() == [1, 1, 2]
 
 
+def test_what_differs_in_every_step_is_left_to_the_program(inputs):
+    shared, sent = inputs
+    table, ranges = np.arange(6, dtype=np.int32), np.array([1, 1, 2], np.int32)
+    found = shared.put(Two(table, ranges), but=("ranges",))
+    assert found.ranges is ranges
+    assert found.table.tolist() == [0, 1, 2, 3, 4, 5]
+    assert len(sent) == 1
+
+
 def test_equal_values_of_another_type_are_sent(inputs):
     shared, _ = inputs
     zeros = np.zeros(3, np.int32)

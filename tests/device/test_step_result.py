@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.device.row_programs import RawLogits, StillRows, Told, head, sample_rows
+from jaxserve.device.row_programs import RawLogits, Told, head, sample_rows, sampling_rows
 from jaxserve.device.row_sampler import RowOutputs
 from jaxserve.device.scoring import SCORE_ROWS, ScoredBlock
 from jaxserve.device.step import finite_slices
@@ -113,8 +113,8 @@ def test_logits_that_are_not_finite_mark_their_row_alone(options, bad):
 
     def run(logits) -> tuple[RawLogits, Told]:
         raw = run_head(logits)
-        rows = StillRows.of(batch), batch.output_positions
-        sampled = run_sample(raw.logits, raw.logits, raw.finite, slices_finite, *rows)
+        rows = sampling_rows(batch)
+        sampled = run_sample(raw.logits, raw.logits, raw.finite, slices_finite, rows)
         told = Told.read(np.asarray(sampled.told), 4)
         assert np.array_equal(told.token_ids, sampled.token_ids)
         assert sampled.last_ids.tolist() == [*told.token_ids, 0]
