@@ -183,6 +183,21 @@ async def gauges(http: HttpClient) -> dict[str, float]:
     return found
 
 
+async def wait_let_in(http: HttpClient, num_requests: int, limit_s: float = 60.0) -> None:
+    """Returns when that many requests run or wait at once.
+
+    Raises:
+        GateError: there never were so many.
+    """
+    begin, most = time.monotonic(), 0.0
+    while most < num_requests:
+        if time.monotonic() - begin > limit_s:
+            raise GateError(f"at most {most:.0f} of {num_requests} requests ran or waited at once")
+        found = await gauges(http)
+        most = max(most, found[RUNNING] + found[WAITING])
+        await asyncio.sleep(0.005)
+
+
 async def wait_idle(http: HttpClient, limit_s: float = 10.0) -> tuple[dict[str, float], float]:
     """(the gauges once nothing runs or waits, or as they are when the time is over; seconds waited)."""
     begin = time.monotonic()
