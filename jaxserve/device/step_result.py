@@ -15,6 +15,7 @@ from jaxserve.device.row_programs import Told
 from jaxserve.device.row_sampler import RowOutputs
 from jaxserve.device.scoring import ScoredBlock, fetched_scores
 from jaxserve.schedule.batch import DeviceBatch, SampledTokens
+from pallas_kernels.native.cores import step_aside
 
 
 class StepOutputs(NamedTuple):
@@ -92,6 +93,7 @@ class DeviceStep:
         try:
             self._settle()  # those pages left before the step began: write them while it runs
             fetched = jax.device_get([_told(one) for one in self._outputs])
+            step_aside()  # the next step runs already
             return _one_after_the_other([sampled_tokens(self._batch, *one) for one in fetched])
         finally:
             self.is_done = True

@@ -28,6 +28,7 @@ SOURCES = (
     HERE.parent / "ragged_paged_attention" / "cpu.cc",
     HERE.parent / "dense" / "cpu.cc",
     HERE / "lazy_zeros.cc",
+    HERE / "cores.cc",
 )
 # Machine -> levels, the best first: (name, flags, what /proc/cpuinfo must list). "baseline" always runs.
 X86_V3 = ("avx2", "fma", "bmi1", "bmi2", "f16c", "movbe")

@@ -103,3 +103,8 @@ def register() -> ctypes.CDLL:
             target, jax.ffi.pycapsule(getattr(library, target)), platform="cpu"
         )
     return library
+
+
+def registered() -> ctypes.CDLL | None:
+    """The library, once `register` has been called; looks for none."""
+    return register() if register.cache_info().currsize else None

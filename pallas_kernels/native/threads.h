@@ -3,18 +3,21 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
 
+#include "pallas_kernels/native/cores.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jaxserve {
 
 // A thread that has helped stays for a moment and waits for the next call, because waking one up takes as long as a
-// small product. A step is a chain of such calls, with little between them.
+// small product. A step is a chain of such calls, with little between them. While it waits it yields: another thread that
+// wants its core, such as the host's, gets it there, and not in the middle of an item that a caller waits for.
 class Helpers {
  public:
   // Those of all calls. Never destroyed: helpers may outlive the process's statics.
@@ -32,10 +35,11 @@ class Helpers {
     return true;
   }
 
-  // Called by a helper whose work is done: does what comes within kStay, again and again.
-  void stay() {
+  // Called by a helper whose work is done: does what comes within kStay, again and again. Returns where `most` wait.
+  void stay(int most) {
     {
       std::lock_guard<std::mutex> guard(mutex_);
+      if (num_waiting_ >= most) return;
       ++num_waiting_;
     }
     for (auto end = now() + kStay;;) {
@@ -53,20 +57,14 @@ class Helpers {
         work();
         return;
       }
-      pause();
+      std::this_thread::yield();
     }
   }
 
  private:
-  static constexpr std::chrono::microseconds kStay{40};
+  static constexpr std::chrono::microseconds kStay{150};
 
   static std::chrono::steady_clock::time_point now() { return std::chrono::steady_clock::now(); }
-
-  static void pause() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#endif
-  }
 
   // Work to do, and one fewer waits; with none queued, one fewer waits unless it `goes_on`.
   std::function<void()> next(bool goes_on) {
@@ -88,30 +86,78 @@ class Helpers {
   std::atomic<int> num_queued_{0};
 };
 
+// One call's items, 0 to n - 1: each is begun by one thread and counted when it is done.
+class Items {
+ public:
+  explicit Items(int n) : n_(n), core_(own_core()) {}
+
+  // Does items until all are begun.
+  template <class Body>
+  void work(const Body& body) {
+    for (int i; (i = next_.fetch_add(1)) < n_;) {
+      body(i);
+      if (done_.fetch_add(1) + 1 < n_) continue;
+      std::lock_guard<std::mutex> guard(mutex_);
+      all_done_.notify_all();
+    }
+  }
+
+  // The same, on a thread that is not the caller's, and off its core.
+  template <class Body>
+  void help(const Body& body) {
+    num_helpers_.fetch_add(1, std::memory_order_relaxed);
+    leave_core(core_);
+    work(body);
+  }
+
+  // Until all are done. A core that somebody waits on looks busy, so a helper that was put behind another thread is not
+  // moved to it: after a moment the caller sleeps.
+  void wait() {
+    const auto end = std::chrono::steady_clock::now() + kSpin;
+    while (done_.load() < n_) {
+      if (std::chrono::steady_clock::now() < end) {
+        std::this_thread::yield();
+        continue;
+      }
+      std::unique_lock<std::mutex> guard(mutex_);
+      all_done_.wait(guard, [this] { return done_.load() >= n_; });
+    }
+  }
+
+  int num_helpers() const { return num_helpers_.load(std::memory_order_relaxed); }
+
+ private:
+  static constexpr std::chrono::microseconds kSpin{60};
+
+  const int n_, core_;
+  std::atomic<int> next_{0}, done_{0}, num_helpers_{0};
+  std::mutex mutex_;
+  std::condition_variable all_done_;
+};
+
 // Runs body(0) .. body(n - 1) on the caller and on the pool. The caller only ever waits for items that somebody
 // has begun, so a pool whose every thread sits in such a call still makes progress. A helper may start after the
 // caller returned: it finds nothing left, and touches nothing of the caller's.
 template <class Body>
 void parallel_for(xla::ffi::ThreadPool& pool, int n, const Body& body) {
-  struct Job {
-    std::atomic<int> next{0}, done{0};
-  };
-  auto job = std::make_shared<Job>();
-  auto drain = [job, n, &body] {
-    for (int i; (i = job->next.fetch_add(1)) < n;) {
-      body(i);
-      job->done.fetch_add(1);
-    }
-  };
-  const int helpers = std::min<int>(static_cast<int>(pool.num_threads()), n) - 1;
-  for (int i = 0; i < helpers; ++i)
-    if (!Helpers::all().take_over(drain))
-      pool.Schedule([drain] {
-        drain();
-        Helpers::all().stay();
+  const int most = static_cast<int>(pool.num_threads()) - 1, wanted = std::min(most, n - 1);
+  caller_core().store(own_core(), std::memory_order_relaxed);
+  if (wanted < 1) {
+    for (int i = 0; i < n; ++i) body(i);
+    return;
+  }
+  auto items = std::make_shared<Items>(n);
+  auto help = [items, &body] { items->help(body); };
+  for (int i = 0; i < wanted; ++i)
+    if (!Helpers::all().take_over(help))
+      pool.Schedule([help, most] {
+        help();
+        Helpers::all().stay(most);
       });
-  drain();
-  while (job->done.load() < n) std::this_thread::yield();
+  items->work(body);
+  items->wait();
+  // One that waits on this very core gets to see that it should be elsewhere.
+  if (items->num_helpers() < wanted) std::this_thread::yield();
 }
 
 }  // namespace jaxserve
