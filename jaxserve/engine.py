@@ -141,7 +141,8 @@ class Engine:
             index: which choice of the other request.
 
         Raises:
-            InvalidRequestError: there is nothing to fork by that name; the new request is at fault.
+            InvalidRequestError: there is nothing to fork by that name, perhaps because the step under way,
+                which this waits for, ended it; the new request is at fault.
 
         Source: tree of thoughts over shared KV pages, SGLang (Zheng et al., 2024), section 3.
         """

@@ -136,6 +136,7 @@ def random_history(seed: int) -> tuple[dict, list[Asked]]:
             fields = {"beam": BeamParams(beam_width=3, max_tokens=min(max_tokens, 10))}
         elif fields["sampling_params"].n == 1 and rng.random() < 0.4:
             divisor = rng.choice([11, 40])
+        fields["hold"] = "beam" not in fields and rng.random() < 0.3
         asked.append(
             Asked(
                 Request(id=f"r{number}", prompt_token_ids=prompt, **fields),
@@ -482,3 +483,45 @@ def test_the_work_of_a_step_grows_with_the_running_and_not_with_the_waiting():
     few, many = calls(8, 0), calls(64, 0)
     assert few < many <= 8 * few
     assert calls(8, 1000) <= few + 10
+
+
+@pytest.mark.parametrize(
+    ("options", "lengths"),
+    [
+        ({"num_pages": 13, "max_num_seqs": 4, "max_num_batched_tokens": 7}, [(36, 5), (5, 5)]),
+        ({"num_pages": 9, "max_num_seqs": 2, "max_num_batched_tokens": 64}, [(5, 9), (18, 4)]),
+        ({"num_pages": 8, "max_num_seqs": 2, "max_num_batched_tokens": 7}, [(1, 9), (12, 7)]),
+    ],
+)
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_who_gives_way_while_its_last_step_is_under_way_is_held_all_the_same(
+    options, lengths, mode
+):
+    """It has no pages then: a branch of it computes them again."""
+    engine = make_engine(async_scheduling=True, num_host_pages=40, preemption_mode=mode, **options)
+    prompts = {}
+    for number, (num_prompt_tokens, max_tokens) in enumerate(lengths):
+        begin = 100 * number + 10
+        prompts[str(number)] = [*range(begin, begin + num_prompt_tokens)]
+        params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+        engine.add(
+            Request(
+                id=str(number),
+                prompt_token_ids=prompts[str(number)],
+                sampling_params=params,
+                hold=True,
+            )
+        )
+    for (name, parts), (_, max_tokens) in zip(sorted(drain(engine).items()), lengths, strict=True):
+        known = prompts[name] + expected_tokens(prompts[name], max_tokens)
+        assert prompts[name] + merged(parts)[0][0] == known
+        prompts[name] = known
+    assert engine.stats().num_preemptions
+    for name in prompts:
+        params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
+        engine.fork(name, f"of {name}", sampling_params=params)
+        branch = drain(engine)[f"of {name}"]
+        assert merged(branch)[0][0] == expected_tokens(prompts[name], 2)
+        engine.abort(name)
+    engine.check_invariants()
+    assert engine.stats().num_owned_pages == 0

@@ -125,12 +125,18 @@ class Scheduler:
         self.waiting.push(child)
 
     def hold(self, seq: Sequence) -> None:
-        """Stops a running sequence; it keeps its pages as long as nobody needs them."""
+        """Stops a sequence that runs; it keeps its pages as long as nobody needs them. It may have given
+        way since its step was sent: then it has none.
+        """
         seq.forget_step()
-        self.running.remove(seq)
+        if seq.status is Status.RUNNING:
+            self.running.remove(seq)
+            self.parked.add(seq)
+        else:
+            self.waiting.remove(seq)
+            self.parked.give_up_pages(seq)
         seq.status = Status.HELD
         self.held.append(seq)
-        self.parked.add(seq)
 
     def resume(self, seq: Sequence) -> None:
         """Lets a held sequence go on."""

@@ -4,7 +4,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
-from jaxserve.errors import InvalidRequestError
 from jaxserve.replicas.engine import ReplicatedEngine
 from jaxserve.schedule.queue import POLICIES
 from tests.replicas.replicated import make_replicated
@@ -50,14 +49,9 @@ class ReplicaMachine(Machine):
         self.weights_of[version] = self.weights
         self.engine.check_invariants()
 
-    def branch(self, name, new, **options):
-        """A step may be under way that ends the request, though none of its replica was waited for."""
-        try:
-            super().branch(name, new, **options)
-        except InvalidRequestError as error:
-            if "has ended" not in str(error):
-                raise
-            del self.known[new]
+    @property
+    def engines(self):
+        return self.engine.engines
 
     def sleep(self, level):
         """No rule here, nor `wake`: each engine has its own machine for that."""
