@@ -63,7 +63,7 @@ class Machine(RuleBasedStateMachine):
     )
     def start(self, num_pages, options):
         self.engine = make_engine(num_pages=num_pages, draws=True, poison=[POISON], **options)
-        self.is_async = options["async_scheduling"]
+        self.has_lag = options["async_scheduling"]
         self.known: dict[str, Expected] = {}
         self.held: set[str] = set()
         self.weights = 0
@@ -158,7 +158,7 @@ class Machine(RuleBasedStateMachine):
             is_found = any(one.requests.find(name) for one in self.engines)
             has_ended_unseen = not is_found and self.engine.has_request(name)
             has_ended_unseen |= "has ended" in str(error)
-            if not self.is_async or not has_ended_unseen:
+            if not self.has_lag or not has_ended_unseen:
                 raise
             del self.known[new]
 

@@ -41,6 +41,7 @@ class ReplicaMachine(Machine):
         super().start(num_pages, options)
         made = make_replicated(2, num_pages=num_pages, draws=True, poison=[POISON], **options)
         self.engine = Face(made.engines)
+        self.has_lag = True  # a step of the replica that was not waited for
 
     @rule()
     def change_weights(self, mode="continue"):
