@@ -105,18 +105,17 @@ class Items {
   // The same, on a thread that is not the caller's, and off its core.
   template <class Body>
   void help(const Body& body) {
-    num_helpers_.fetch_add(1, std::memory_order_relaxed);
     leave_core(core_);
     work(body);
   }
 
   // Until all are done. A core that somebody waits on looks busy, so a helper that was put behind another thread is not
-  // moved to it: after a moment the caller sleeps.
+  // moved to it: after a moment the caller sleeps. It does not yield: on a busy machine that gives others a whole slice.
   void wait() {
     const auto end = std::chrono::steady_clock::now() + kSpin;
     while (done_.load() < n_) {
       if (std::chrono::steady_clock::now() < end) {
-        std::this_thread::yield();
+        pause();
         continue;
       }
       std::unique_lock<std::mutex> guard(mutex_);
@@ -124,13 +123,17 @@ class Items {
     }
   }
 
-  int num_helpers() const { return num_helpers_.load(std::memory_order_relaxed); }
-
  private:
   static constexpr std::chrono::microseconds kSpin{60};
 
+  static void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+  }
+
   const int n_, core_;
-  std::atomic<int> next_{0}, done_{0}, num_helpers_{0};
+  std::atomic<int> next_{0}, done_{0};
   std::mutex mutex_;
   std::condition_variable all_done_;
 };
@@ -156,8 +159,6 @@ void parallel_for(xla::ffi::ThreadPool& pool, int n, const Body& body) {
       });
   items->work(body);
   items->wait();
-  // One that waits on this very core gets to see that it should be elsewhere.
-  if (items->num_helpers() < wanted) std::this_thread::yield();
 }
 
 }  // namespace jaxserve
