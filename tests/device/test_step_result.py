@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve.device import step_result
 from jaxserve.device.row_programs import RawLogits, Told, head, sample_rows, sampling_rows
 from jaxserve.device.row_sampler import RowOutputs
 from jaxserve.device.scoring import SCORE_ROWS, ScoredBlock
@@ -150,6 +151,14 @@ def test_a_row_belongs_to_the_slice_that_holds_its_token():
     slices_finite = np.array([True, False, True, True])
     found = sampled_tokens(batch, None, outputs(np.arange(4) < 3))
     assert found.finite.tolist() == slices_finite.tolist()  # row 3 is padding
+
+
+def test_the_host_leaves_the_core_of_the_kernels_once_it_has_the_result(monkeypatch):
+    executor, happened, fetch = shared_executor(TINY, "auto"), [], jax.device_get
+    monkeypatch.setattr(jax, "device_get", lambda tree: happened.append("fetched") or fetch(tree))
+    monkeypatch.setattr(step_result, "step_aside", lambda: happened.append("left"))
+    submit(executor, Slice([7], [1]))
+    assert happened == ["fetched", "left"]
 
 
 def test_a_step_that_samples_nothing_says_what_is_finite():
